@@ -8,9 +8,11 @@ LightGBM's documentation and by the files that it writes itself: `lightgbm.Boost
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,11 +21,13 @@ from numpy.typing import NDArray
 
 from manyhands.data.row_files import FORMATS, Reading
 from manyhands.data.store.atomic import write_atomically
+from manyhands.data.table_encoding import TableEncoding
+from manyhands.data.table_files import TableReading
 from manyhands.errors import DataError, UserError
 from manyhands.workloads.exporting import Export, ExportAsked
 from manyhands.workloads.gbdt.model import LINKS, DecisionTree, GbdtModel
 from manyhands.workloads.gbdt.row_sources import RowBlock, open_source
-from manyhands.workloads.predictor import Predictor, ReadAs, table_of
+from manyhands.workloads.predictor import Predictor, ReadAs, encoded_inputs, table_of
 
 __all__ = [
     "MODEL_TEXT",
@@ -37,6 +41,7 @@ __all__ = [
 ]
 
 MODEL_TEXT = "model.txt"
+_COLUMNS = "table_columns:"
 _MOST_BYTES = 1 << 30
 _PART_BYTES = 1 << 20
 _BY_NODE = {
@@ -84,9 +89,13 @@ def render_model(model: GbdtModel) -> str:
     order = np.argsort(-counts, kind="stable")
     importances = "".join(f"{model.names[at]}={counts[at]}\n" for at in order if counts[at])
     parameters = "".join(f"[{name}: {value}]\n" for name, value in model.parameters.items())
+    own, texts = "", "null"
+    if model.encoding is not None:  # once for us, and once as LightGBM takes columns of categories of pandas
+        own = f"{_COLUMNS}{replace(model.encoding, classes=()).to_json()}\n"
+        texts = json.dumps([model.encoding.categories[name] for name in model.encoding.categories])
     return (
         f"tree\n{lines}\n{''.join(trees)}end of trees\n\nfeature_importances:\n{importances}\n"
-        f"parameters:\n{parameters}\nend of parameters\n\npandas_categorical:null\n"
+        f"parameters:\n{parameters}\nend of parameters\n\n{own}pandas_categorical:{texts}\n"
     )
 
 
@@ -134,6 +143,7 @@ def parse_model(content: bytes | bytearray, where: str) -> GbdtModel:
         header = _fields(lines)
         names, objective, label_index = _checked_header(header)
         trees = tuple(_tree(number, part, len(names)) for number, part in enumerate(parts))
+        encoding = _encoding(after, len(names))
         sizes = header.get("tree_sizes")
         if sizes is not None and len(sizes.split()) != len(trees):
             raise _Wrong(f"tree_sizes names {len(sizes.split())} trees, but it has {len(trees)}")
@@ -142,15 +152,30 @@ def parse_model(content: bytes | bytearray, where: str) -> GbdtModel:
     except _Wrong as error:
         what = "gradient boosting model in LightGBM's text format"
         raise DataError(f"model {where} is not a {what}: {error}") from error
-    infos = tuple(header.get("feature_infos", "").split(" "))
+    infos, after = tuple(header.get("feature_infos", "").split(" ")), "\n".join(after.splitlines())
     return GbdtModel(
         trees=trees,
         objective=objective,
         names=names,
         infos=infos if len(infos) == len(names) else ("none",) * len(names),
-        parameters=dict(re.findall(r"(?m)^\[(.*?): (.*)\]$", "\n".join(after.splitlines()))),
+        parameters=dict(re.findall(r"(?m)^\[(.*?): (.*)\]$", after)),
         label_index=label_index,
+        encoding=encoding,
     )
+
+
+def _encoding(after: str, columns: int) -> TableEncoding | None:
+    """How texts become categories, as a line after the parameters has it."""
+    given = re.search(rf"(?m)^{_COLUMNS}(.*)$", after)
+    if given is None:
+        return None
+    try:
+        found = TableEncoding.from_json(given[1])
+    except (ValueError, RecursionError) as error:
+        raise _Wrong(str(error)) from error
+    if len(found.names) != columns:
+        raise _Wrong(f"it describes {len(found.names)} columns, but has {columns} features")
+    return found
 
 
 def _fields(lines: Iterable[str]) -> dict[str, str]:
@@ -263,14 +288,19 @@ class GbdtPredictor(Predictor[RowBlock]):
 
     model: GbdtModel
 
-    def blocks(self, source: str, read_as: ReadAs) -> Iterator[RowBlock]:
-        """All rows of a LIBSVM, npy or Parquet file, or of a data set inside scikit-learn, without labels."""
-        self.check_read_as(read_as)
-        model, reading = self.model, Reading(format=read_as.format, threads=read_as.threads)
-        for block in open_source(source, reading, labelled=False).for_names(model.names).blocks():
+    def blocks(self, source: Any, read_as: ReadAs) -> Iterator[RowBlock]:
+        """All rows of a file, a DataFrame, or a data set inside scikit-learn, without labels."""
+        self.check_format(read_as)
+        model, skip = self.model, read_as.skip_bad
+        reading = Reading(format=read_as.format, threads=read_as.threads, skip_bad=skip)
+        rows = open_source(source, reading, labelled=False, table=TableReading(skip_bad=skip))
+        rows = rows.for_names(model.names, model.encoding)
+        for block in rows.blocks():
             yield block.for_columns(model.columns, model.label_index)
+        self.left_out, self.new_texts = rows.left_out, rows.new_texts
 
     def inputs(self, values: Sequence[Any]) -> RowBlock:
+        values = encoded_inputs(self.model.encoding, values)
         return RowBlock(labels=None, dense=table_of(values, self.model.columns, self.takes, missing=True))
 
     def together(self, parts: Sequence[RowBlock]) -> RowBlock:
@@ -284,7 +314,7 @@ class GbdtPredictor(Predictor[RowBlock]):
 
     @property
     def example(self) -> Any:
-        return [0] * self.model.columns
+        return [0] * self.model.columns if self.model.encoding is None else self.model.encoding.example
 
 
 def open_gbdt(path: Path) -> GbdtPredictor:

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from manyhands.errors import UserError, num_of
 from manyhands.strategy import Strategy
-from manyhands.workloads.compiled_workload import ComparedTask, CompiledWorkload, TrainEnd, WorkerOptions
+from manyhands.workloads.compiled_workload import (
+    ComparedTask,
+    CompiledWorkload,
+    TableOptions,
+    TrainEnd,
+    WorkerOptions,
+    target_option,
+)
 from manyhands.workloads.logreg.options import LogregOptions
 from manyhands.workloads.task_options import memory_option, narrowed, option
 
@@ -24,14 +31,18 @@ __all__ = ["LOGREG"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Examples(LogregOptions):
-    train: str = option(..., "LIBSVM or Vowpal Wabbit examples, plain or gzip; - is stdin", metavar="FILE")
+class _Examples(TableOptions, LogregOptions):
+    train: str = option(
+        ...,
+        "examples as CSV, LIBSVM or Vowpal Wabbit, plain or gzip, .npy or .parquet; - is stdin",
+        metavar="FILE",
+    )
+    target: str | None = target_option()
     file_format: str = option("auto", "libsvm or vw; auto: chosen by the first line", flag="--format")
     bits: int | None = option(None, "hash features into 2^bits weights", shown="no hashing")
     hash_names: str = option(
         "numbers", "numbers: hash only vw names that are not numbers; all: hash every name", flag="--hash"
     )
-    skip_bad: bool = option(False, "skip invalid lines and count them", flag="--skip-bad")
 
     @property
     def reading(self) -> Reading:
@@ -65,14 +76,15 @@ class _CompareLogreg(_Examples):
 @contextmanager
 def _compared(asked: _CompareLogreg, _out: Path) -> Iterator[ComparedTask]:
     # Imported here, as below, so that help texts do not wait for torch and compiled code.
-    from manyhands.data.row_files import RowFile
     from manyhands.observe.draw.bars import Bars
+    from manyhands.workloads.logreg.example_tables import open_examples
     from manyhands.workloads.logreg.examples import Examples, Spool, parse_examples
     from manyhands.workloads.logreg.task import LogregTask
 
     with Spool() as spool:
         with Bars() as bars, bars.phase("reading", None, "bytes") as phase:
-            parsed = parse_examples(Examples(RowFile(asked.train, asked.reading)), 0, spool, phase.advance)
+            file = open_examples(asked.train, asked.reading, asked.table_reading(label=asked.target))
+            parsed = parse_examples(Examples(file), 0, spool, phase.advance)
         yield ComparedTask(task=LogregTask.of(parsed, narrowed(LogregOptions, asked)))
 
 
@@ -81,7 +93,7 @@ def _train(asked: _TrainLogreg, keep: Keeping, bars: Bars) -> TrainEnd:
     from manyhands.workloads.logreg.training import train_logreg
 
     how: dict[str, Any] = {"strategy": asked.strategy, "workers": asked.workers, "reading": asked.reading}
-    options = narrowed(LogregOptions, asked)
+    options, how["table"] = narrowed(LogregOptions, asked), asked.table_reading(label=asked.target)
     result = train_logreg(asked.train, options, **how, memory_bytes=asked.memory, bars=bars, keep=keep)
     model, file = result.model, keep.out / MODEL_FILE
     model.save(file)

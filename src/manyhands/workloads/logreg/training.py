@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 from manyhands.data.row_files import Reading, RowFile
+from manyhands.data.table_files import TableReading
 from manyhands.engine.training import Keeping
 from manyhands.errors import UserError, format_bytes
 from manyhands.facts import Truth
@@ -24,6 +25,7 @@ from manyhands.places.local.host import Amount, MemoryCost, of_processes
 from manyhands.places.local.host import check_capacity as check_host_capacity
 from manyhands.strategy import Strategy
 from manyhands.workloads.compiled_training import AfterPass, CompiledResult, train_compiled
+from manyhands.workloads.logreg.example_tables import ExampleTable, open_examples
 from manyhands.workloads.logreg.examples import Examples, Spool, parse_examples
 from manyhands.workloads.logreg.logreg_kernels import WIDTHS
 from manyhands.workloads.logreg.model import LogregModel
@@ -46,7 +48,7 @@ class LogregResult(CompiledResult):
 
 
 def train_logreg(
-    path: Path | str,
+    data: Any,
     options: LogregOptions | None = None,
     *,
     strategy: str | Strategy = "single",
@@ -56,9 +58,11 @@ def train_logreg(
     bars: Bars | None = None,
     after_pass: AfterPass | None = None,
     keep: Keeping | None = None,
+    table: TableReading | None = None,
 ) -> LogregResult:
-    """Learn from the examples of a file, plain or gzip, LIBSVM or Vowpal Wabbit; `-` is stdin.
+    """Learn from the examples of a file (LIBSVM, Vowpal Wabbit, CSV, Parquet, npy), `-` is stdin, or of a DataFrame.
 
+    `table` says what of a table is read; examples that are opened already may be given as a `RowFile`.
     Parsed examples are kept in memory where they take no more than `memory_bytes` and threads learn, else in temporary
     files. With `keep`, the run has a directory, as `train_compiled` says. UserError for what makes no sense and for
     files that are wrong.
@@ -69,7 +73,7 @@ def train_logreg(
     here = _learns_in_threads(chosen, workers, allow_overload=options.allow_overload)
     prepare("logreg")
     bars, began = bars or Bars(), time.monotonic() - spent_s()
-    examples = Examples(RowFile(path, reading))
+    examples = Examples(data if isinstance(data, RowFile) else open_examples(data, reading, table))
     with Spool() as spool:
         with bars.phase("reading", None, "bytes") as phase:
             parsed = parse_examples(examples, memory_bytes if here else 0, spool, phase.advance)
@@ -90,11 +94,14 @@ def train_logreg(
             after_pass=after_pass,
         )
     values, seconds, losses = trained.values, time.monotonic() - spent_s() - began, trained.pass_losses
-    table = values["rows"][:, 0].clone().numpy() if task.compiled else table_of(values)
+    weights = values["rows"][:, 0].clone().numpy() if task.compiled else table_of(values)
+    encoding = examples.file.encoding if isinstance(examples.file, ExampleTable) else None
     reading, labels = examples.file.reading, examples.labels
     assert labels is not None, "examples were seen"
     return LogregResult(
-        model=LogregModel(table=table, labels=labels, bits=reading.bits, hash=reading.hash),
+        model=LogregModel(
+            table=weights, labels=labels, bits=reading.bits, hash=reading.hash, encoding=encoding
+        ),
         rate=problem.logreg.rate or 0.0,
         progressive_loss=losses,
         examples=parsed.examples,

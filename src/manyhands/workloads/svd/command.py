@@ -24,10 +24,10 @@ _SHOWN = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Matrix(SvdOptions):
+class _Matrix(seam.TableOptions, SvdOptions):
     path: Path | None = option(
         None,
-        "matrix as LIBSVM (plain or gzip), npy or Parquet",
+        "matrix as CSV or LIBSVM (plain or gzip), npy or Parquet",
         metavar="FILE",
         shown="scikit-learn's digits",
     )
@@ -48,11 +48,13 @@ class _CompareSvd(_Matrix):
 def _compared(asked: _CompareSvd, _out: Path) -> Iterator[seam.ComparedTask]:
     # Imported here, as below, so that help texts do not wait for torch and compiled code.
     from manyhands.observe.draw.bars import Bars
+    from manyhands.workloads.svd.model import opened_rows
     from manyhands.workloads.svd.task import SvdTask
     from manyhands.workloads.svd.training import stored
 
     options = narrowed(SvdOptions, asked)
-    with Bars() as bars, stored(asked.path, options, bars) as matrix:
+    file = opened_rows(asked.path, asked.table_reading()) if asked.path is not None else None
+    with Bars() as bars, stored(file, options, bars) as matrix:
         yield seam.ComparedTask(task=SvdTask(matrix=matrix, svd=options, workers=asked.workers))
 
 
@@ -61,7 +63,8 @@ def _train(asked: _TrainSvd, keep: Keeping, bars: Bars) -> TrainEnd:
     from manyhands.workloads.svd.training import train_svd
 
     how: dict[str, Any] = {"strategy": asked.strategy, "workers": asked.workers}
-    result = train_svd(asked.path, narrowed(SvdOptions, asked), bars=bars, keep=keep, **how)
+    table, options = asked.table_reading(), narrowed(SvdOptions, asked)
+    result = train_svd(asked.path, options, bars=bars, keep=keep, table=table, **how)
     model, file = result.model, keep.out / SVD_FILE
     model.save(file)
     summary = {
@@ -83,7 +86,10 @@ def _train(asked: _TrainSvd, keep: Keeping, bars: Bars) -> TrainEnd:
     return TrainEnd(
         summary=summary,
         shown=_shown(summary, passes),
-        notes=[] if model.converged or result.interrupted else [_not_exact(summary, passes, asked)],
+        notes=[
+            *([f"{num_of(result.bad_rows, 'bad row')} of {asked.path} left out"] if result.bad_rows else []),
+            *([] if model.converged or result.interrupted else [_not_exact(summary, passes, asked)]),
+        ],
         interrupted=f"the result is from {passes}" * result.interrupted,
         next={"rows projected on the components": predict, "the page of the run": ("show", keep.out)},
     )
