@@ -31,6 +31,7 @@ from manyhands.observe.draw.serving_page import (
 )
 from manyhands.serving import model_server
 from manyhands.serving.batching import BatchLimits, Switchboard
+from manyhands.serving.hosting import Listening
 from manyhands.serving.model_replica import LENGTH, answer_batch, answers_frame
 from manyhands.serving.model_server import (
     BodyLimits,
@@ -40,7 +41,6 @@ from manyhands.serving.model_server import (
     Staffing,
     checked_body,
 )
-from manyhands.serving.hosting import Listening
 from manyhands.serving.page_app import Drawn, Guard, PageApp, RequestRefused
 from manyhands.serving.routes import MODEL_ROUTES, PAGE_ROUTES, openapi
 from manyhands.wire.nesting import MOST_NESTED, json_depth
