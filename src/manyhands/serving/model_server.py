@@ -89,11 +89,11 @@ class ModelApp:
         if route.method == "POST":
             await self._answer(begun, headers, receive, send)
         else:
-            status, told = self._told(scope["path"])
-            await _begin(send, status, told, {} if route.needs_token else {"connection": "close"})
-            await send({"type": "http.response.body", "body": told})
+            status, content = self._status(scope["path"])
+            await _begin(send, status, content, {} if route.needs_token else {"connection": "close"})
+            await send({"type": "http.response.body", "body": content})
 
-    def _told(self, path: str) -> tuple[int, bytes]:
+    def _status(self, path: str) -> tuple[int, bytes]:
         if path == "/openapi.json":
             return 200, self._description
         is_well = path == "/healthz" or self._switchboard.is_ready
