@@ -90,6 +90,10 @@ class Predictor(ABC, Generic[Inputs]):
     def prepare(self) -> None:
         """Called once in the process that computes, before its first answer."""
 
+    def warm(self) -> None:
+        """Compute one answer, so that the first that is asked for does not wait for what is done once."""
+        self.answers(self.inputs([self.example]))
+
     def check_precision(self, precision: str) -> None:
         if precision != "fp32":
             raise UserError(f"--precision {precision}: a model of {self.task} computes in fp32 only")
@@ -106,7 +110,7 @@ class Predictor(ABC, Generic[Inputs]):
 
 
 class ModulePredictor(Predictor[Inputs]):
-    """One whose model is an `nn.Module` of one tensor: it can be exported as a program, and compute in fewer bits."""
+    """One whose model is an `nn.Module`: it can be exported as a program, and compute in fewer bits."""
 
     model: nn.Module
 
@@ -120,8 +124,8 @@ class ModulePredictor(Predictor[Inputs]):
         check_precision(precision)
 
     @abstractmethod
-    def example_batch(self, count: int, seed: int = 0) -> Tensor:
-        """Inputs of the module that somebody might give, `count` of them."""
+    def example_batch(self, count: int, seed: int = 0) -> tuple[Tensor, ...]:
+        """Inputs of the module that somebody might give, `count` of them: what it is called with."""
 
 
 def encoded_inputs(encoding: TableEncoding | None, values: Sequence[Any]) -> Sequence[Any]:

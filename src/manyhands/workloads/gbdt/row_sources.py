@@ -85,13 +85,10 @@ class RowSource(ABC):
     label_index: int = 0  # which column of the file has the labels, where one has
     label_names: Sequence[str] | None = None
     """What label 0, 1, … of blocks means, where labels are names; more may come while blocks are gone through."""
-    encoding: TableEncoding | None = (
-        None  # of a table with columns of text: a model keeps it for rows to predict
-    )
+    encoding: TableEncoding | None = None
+    """Of a table with columns of text: a model keeps it for rows to predict."""
     left_out: int = 0  # rows of the last reading that were wrong and skipped
-    new_texts: int = (
-        0  # values of the last reading that are no category of the encoding, and count as missing
-    )
+    new_texts: int = 0  # values of the last reading that are no category of the encoding: as if missing
 
     @abstractmethod
     def blocks(self, on_rows: Callable[[int], None] | None = None) -> Iterator[RowBlock]:
