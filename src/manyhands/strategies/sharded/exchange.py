@@ -380,6 +380,12 @@ class KeptPieces:
                 for index, room in rooms.items():
                     places[index].copy_(room)
 
+    def keep_values(self) -> None:
+        """The whole that is here has changed, on all workers alike: keep this worker's pieces of it."""
+        for flat, ranges, mine in zip(self.memory.flats, self._ranges, self.values, strict=True):
+            part = ranges[self._group.index]
+            mine.copy_(flat[part.start : part.stop])
+
     def add_sums(self, members: Sequence[int]) -> None:
         """Sum the members' gradients in their order, each piece on its owner."""
         me = self._group.index

@@ -119,6 +119,7 @@ class TensorExchange(GridExchange):
         self.part = WorkerPart(
             index=self._place.data,  # all slices of a replica compute on the same samples
             count=grid.data,
+            speaks=self._place.slice == 0,
             copies=grid.copies,
             parameters=lambda _: self._held.named(),
             total_of_copies=lambda values: self._replicas.all_reduce(values.clone()),
@@ -200,6 +201,13 @@ class TensorTraining(ExchangeTraining):
         grid, links = strategy.grid(resources.world), resources.links()
         device = str(resources.device or "cpu")
         return TensorExchange(resources.rank, grid, links, resources.timeout_s, device)
+
+    @classmethod
+    def loop_exchange(cls, strategy: Tensor, resources: Resources) -> Exchange:
+        from manyhands.strategies.tensor.tensor_loop import TensorLoop  # which is made of what is here
+
+        grid, links = strategy.grid(resources.world), resources.links()
+        return TensorLoop(resources.rank, grid, links, resources.timeout_s)
 
     def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
         samples, besides = super().gather(finished)

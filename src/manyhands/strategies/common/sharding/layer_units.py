@@ -23,7 +23,16 @@ from manyhands.native.dtypes import SUMMED
 from manyhands.strategies.common.sharding.sliced_optimizer import Piece
 from manyhands.wire.flat_layout import BucketLayout, bucket_of
 
-__all__ = ["LentMemory", "Unit", "UnitFlow", "UnitMemory", "UnitVisits", "move_buffers", "require_apart", "units_of"]
+__all__ = [
+    "LentMemory",
+    "Unit",
+    "UnitFlow",
+    "UnitMemory",
+    "UnitVisits",
+    "move_buffers",
+    "require_apart",
+    "units_of",
+]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 REST = "what layers share"
@@ -148,6 +157,11 @@ class LentMemory(UnitMemory):
     A parameter that is not here reads as NaN. Torch would read the memory that `UnitMemory` has given back, and the
     process would die.
     """
+
+    def list_in(self, known: dict[int, Spot]) -> None:
+        self._known = known
+        if self.is_here:
+            known.update(self._spots())
 
     def make_room(self) -> None:
         if not self.is_here:
@@ -332,7 +346,7 @@ class UnitVisits:
         carry_out: Callable[[Iterable[Action]], None],
     ) -> None:
         self._flow, self._carry_out = flow, carry_out
-        self._watching = False
+        self.is_watching = False  # whether uses are reported
         self._others: Any = None
         self._memories = memories
         self._known: dict[int, Spot] = {}
@@ -361,7 +375,7 @@ class UnitVisits:
 
         `others` has `pack(tensor)` and `unpack(packed)` for what autograd saves besides units.
         """
-        before, self._watching, self._others = self._watching, True, others
+        before, self.is_watching, self._others = self.is_watching, True, others
         caches = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # or copies of all layers would stay to the end of a forward
         try:
@@ -369,7 +383,7 @@ class UnitVisits:
                 yield
         finally:
             torch.set_autocast_cache_enabled(caches)
-            self._watching, self._others = before, None
+            self.is_watching, self._others = before, None
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -379,11 +393,11 @@ class UnitVisits:
         self._hooks, self._plain = [], []
 
     def _report(self, event: Callable[[int], list[Action]], unit: Unit, *_of_hook: Any) -> None:
-        if self._watching:
+        if self.is_watching:
             self._carry_out(event(unit.number))
 
     def _touch(self, *numbers: int) -> None:
-        for number in numbers if self._watching else ():
+        for number in numbers if self.is_watching else ():
             self._carry_out(self._flow.touch(number))
 
     def _pack(self, tensor: Tensor) -> Any:
@@ -391,7 +405,7 @@ class UnitVisits:
         has_storage = tensor.layout is torch.strided
         spot = self._known.get(tensor.untyped_storage()._cdata) if has_storage else None
         if spot is not None:
-            return _OfUnit(spot, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+            return _OfUnit(spot, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
         return tensor if self._others is None else self._others.pack(tensor)
 
     def _unpack(self, packed: Any) -> Any:
