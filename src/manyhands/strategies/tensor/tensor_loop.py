@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from manyhands.engine.exchange import CutModel, LocalStep, SharedStep
 from manyhands.strategies.common.grid.loop_gradients import LoopGradients
-from manyhands.strategies.tensor.training import TensorExchange
+from manyhands.strategies.tensor.exchange import TensorExchange
 
 __all__ = ["TensorLoop"]
 
