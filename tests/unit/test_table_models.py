@@ -17,11 +17,12 @@ from manyhands.workloads.gbdt.model import measure_model
 from manyhands.workloads.gbdt.row_sources import open_source
 from manyhands.workloads.gbdt.text_format import parse_model, read_model, render_model, write_model
 from manyhands.workloads.gbdt.training import TableChoice
+from manyhands.workloads.logreg.example_tables import open_examples
 from manyhands.workloads.logreg.model import LogregModel, TableRowPredictor
 from manyhands.workloads.logreg.options import LogregOptions
 from manyhands.workloads.logreg.training import train_logreg
 from manyhands.workloads.predictor import ReadAs
-from manyhands.workloads.svd.model import SvdModel, SvdPredictor
+from manyhands.workloads.svd.model import SvdModel, SvdPredictor, opened_rows
 from manyhands.workloads.svd.options import SvdOptions
 from manyhands.workloads.svd.training import train_svd
 
@@ -135,7 +136,7 @@ def one_hot(table: Any) -> Any:
 
 def test_a_regression_of_a_table_is_that_of_its_features(tmp_path: Path) -> None:
     table, options = people(), LogregOptions(passes=3, learner="sgd")
-    found = train_logreg(table, options, table=TableReading(label="happy", drop=("id",)))
+    found = train_logreg(open_examples(table, table=TableReading(label="happy", drop=("id",))), options)
     lines = [
         f"{int(label == 'yes')} " + " ".join(f"{at}:{float(x)!r}" for at, x in enumerate(row) if x)
         for label, row in zip(table["happy"], one_hot(table), strict=True)
@@ -163,7 +164,7 @@ def test_a_regression_of_npy_leaves_the_label_out_of_rows_to_predict(tmp_path: P
     np.save(tmp_path / "t.npy", np.insert(values, 2, labels, axis=1))
     np.save(tmp_path / "features.npy", values)
     np.save(tmp_path / "few.npy", values[:, :2])
-    model = train_logreg(tmp_path / "t.npy", table=TableReading(label="2")).model
+    model = train_logreg(open_examples(tmp_path / "t.npy", table=TableReading(label="2"))).model
     assert model.evaluate(model.file(tmp_path / "t.npy")).accuracy > 0.9
     predictor = TableRowPredictor(model)
     both = [predicted(predictor, tmp_path / name) for name in ("t.npy", "features.npy")]
@@ -178,14 +179,14 @@ def test_what_a_regression_cannot_take_of_a_table_is_said(tmp_path: Path) -> Non
         train_logreg(table, reading=Reading(bits=4))
     table.loc[3, "age"] = np.inf
     with pytest.raises(DataError, match="row 4, column 'age': 'inf' is not a finite number"):
-        train_logreg(table, table=TableReading(label="happy"))
+        train_logreg(open_examples(table, table=TableReading(label="happy")))
 
 
 def test_a_decomposition_of_a_table_is_that_of_its_features(tmp_path: Path) -> None:
     table = people()
     table["age"] = table["age"].fillna(40)
     reading = TableReading(drop=("id", "happy"))
-    result = train_svd(written(tmp_path, table), SvdOptions(rank=3), table=reading)
+    result = train_svd(opened_rows(written(tmp_path, table), reading), SvdOptions(rank=3))
     expected = np.linalg.svd(one_hot(table).astype(float), compute_uv=False)[:3]
     np.testing.assert_allclose(result.model.singular_values, expected, rtol=1e-6)
     result.model.save(tmp_path / "svd.safetensors")

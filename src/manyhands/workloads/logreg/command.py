@@ -23,7 +23,7 @@ from manyhands.workloads.logreg.options import LogregOptions
 from manyhands.workloads.task_options import memory_option, narrowed, option
 
 if TYPE_CHECKING:
-    from manyhands.data.row_files import Reading
+    from manyhands.data.row_files import Reading, RowFile
     from manyhands.engine.training import Keeping
     from manyhands.observe.draw.bars import Bars
 
@@ -51,6 +51,12 @@ class _Examples(TableOptions, LogregOptions):
         given: dict[str, Any] = {"format": self.file_format, "bits": self.bits, "hash": self.hash_names}
         return Reading(**given, skip_bad=self.skip_bad, threads=len(os.sched_getaffinity(0)))
 
+    @property
+    def examples(self) -> RowFile:
+        from manyhands.workloads.logreg.example_tables import open_examples
+
+        return open_examples(self.train, self.reading, self.table_reading(label=self.target))
+
 
 @dataclass(frozen=True, kw_only=True)
 class _TrainLogreg(WorkerOptions, _Examples):
@@ -77,14 +83,12 @@ class _CompareLogreg(_Examples):
 def _compared(asked: _CompareLogreg, _out: Path) -> Iterator[ComparedTask]:
     # Imported here, as below, so that help texts do not wait for torch and compiled code.
     from manyhands.observe.draw.bars import Bars
-    from manyhands.workloads.logreg.example_tables import open_examples
     from manyhands.workloads.logreg.examples import Examples, Spool, parse_examples
     from manyhands.workloads.logreg.task import LogregTask
 
     with Spool() as spool:
         with Bars() as bars, bars.phase("reading", None, "bytes") as phase:
-            file = open_examples(asked.train, asked.reading, asked.table_reading(label=asked.target))
-            parsed = parse_examples(Examples(file), 0, spool, phase.advance)
+            parsed = parse_examples(Examples(asked.examples), 0, spool, phase.advance)
         yield ComparedTask(task=LogregTask.of(parsed, narrowed(LogregOptions, asked)))
 
 
@@ -94,9 +98,9 @@ def _train(asked: _TrainLogreg, keep: Keeping, bars: Bars) -> TrainEnd:
     from manyhands.workloads.logreg.model import MODEL_FILE
     from manyhands.workloads.logreg.training import train_logreg
 
-    how: dict[str, Any] = {"strategy": asked.strategy, "workers": asked.workers, "reading": asked.reading}
-    options, how["table"] = narrowed(LogregOptions, asked), asked.table_reading(label=asked.target)
-    result = train_logreg(asked.train, options, **how, memory_bytes=asked.memory, bars=bars, keep=keep)
+    how: dict[str, Any] = {"strategy": asked.strategy, "workers": asked.workers}
+    options = narrowed(LogregOptions, asked)
+    result = train_logreg(asked.examples, options, **how, memory_bytes=asked.memory, bars=bars, keep=keep)
     model, file = result.model, keep.out / MODEL_FILE
     model.save(file)
     measured: dict[str, Any] = dict.fromkeys(("accuracy", "auc", "log_loss"))

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from manyhands.data.row_files import Reading, RowFile
-from manyhands.data.table_files import TableReading
 from manyhands.engine.training import Keeping
 from manyhands.errors import UserError, format_bytes
 from manyhands.facts import Truth
@@ -58,14 +57,12 @@ def train_logreg(
     bars: Bars | None = None,
     after_pass: AfterPass | None = None,
     keep: Keeping | None = None,
-    table: TableReading | None = None,
 ) -> LogregResult:
     """Learn from the examples of a file (LIBSVM, Vowpal Wabbit, CSV, Parquet, npy), `-` is stdin, or of a DataFrame.
 
-    `table` says what of a table is read; examples that are opened already may be given as a `RowFile`.
-    Parsed examples are kept in memory where they take no more than `memory_bytes` and threads learn, else in temporary
-    files. With `keep`, the run has a directory, as `train_compiled` says. UserError for what makes no sense and for
-    files that are wrong.
+    Or of what `open_examples` opened, which may say what of a table is read. Parsed examples are kept in memory where
+    they take no more than `memory_bytes` and threads learn, else in temporary files. With `keep`, the run has a
+    directory, as `train_compiled` says. UserError for what makes no sense and for files that are wrong.
     """
     options, chosen = options or LogregOptions(), Strategy.parse(strategy)
     if memory_bytes < 0:
@@ -73,7 +70,7 @@ def train_logreg(
     here = _learns_in_threads(chosen, workers, allow_overload=options.allow_overload)
     prepare("logreg")
     bars, began = bars or Bars(), time.monotonic() - spent_s()
-    examples = Examples(data if isinstance(data, RowFile) else open_examples(data, reading, table))
+    examples = Examples(data if isinstance(data, RowFile) else open_examples(data, reading))
     with Spool() as spool:
         with bars.phase("reading", None, "bytes") as phase:
             parsed = parse_examples(examples, memory_bytes if here else 0, spool, phase.advance)
@@ -94,16 +91,15 @@ def train_logreg(
             after_pass=after_pass,
         )
     values, seconds, losses = trained.values, time.monotonic() - spent_s() - began, trained.pass_losses
-    reading, labels, weights = examples.file.reading, examples.labels, table_of(values, parsed.outputs)
-    encoding = examples.file.encoding if isinstance(examples.file, ExampleTable) else None
+    file, labels, weights = examples.file, examples.labels, table_of(values, parsed.outputs)
+    bits, hashed = file.reading.bits, file.reading.hash
+    encoding = file.encoding if isinstance(file, ExampleTable) else None
     return LogregResult(
-        model=LogregModel(
-            table=weights, labels=labels, bits=reading.bits, hash=reading.hash, encoding=encoding
-        ),
+        model=LogregModel(table=weights, labels=labels, bits=bits, hash=hashed, encoding=encoding),
         rate=problem.logreg.rate or 0.0,
         progressive_loss=losses,
         examples=parsed.examples,
-        bad_lines=examples.file.bad_lines,
+        bad_lines=file.bad_lines,
         examples_per_s=parsed.examples * len(losses) / seconds,
         seconds=seconds,
         interrupted=not trained.summary,

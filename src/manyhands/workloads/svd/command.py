@@ -15,6 +15,7 @@ from manyhands.workloads.svd.options import SvdOptions
 from manyhands.workloads.task_options import narrowed, option
 
 if TYPE_CHECKING:
+    from manyhands.data.matrix_files import MatrixFile
     from manyhands.engine.training import Keeping
     from manyhands.observe.draw.bars import Bars
 
@@ -32,6 +33,12 @@ class _Matrix(seam.TableOptions, SvdOptions):
         shown="scikit-learn's digits",
     )
 
+    @property
+    def rows(self) -> MatrixFile | None:
+        from manyhands.workloads.svd.model import opened_rows
+
+        return None if self.path is None else opened_rows(self.path, self.table_reading())
+
 
 @dataclass(frozen=True, kw_only=True)
 class _TrainSvd(seam.WorkerOptions, _Matrix):
@@ -48,13 +55,11 @@ class _CompareSvd(_Matrix):
 def _compared(asked: _CompareSvd, _out: Path) -> Iterator[seam.ComparedTask]:
     # Imported here, as below, so that help texts do not wait for torch and compiled code.
     from manyhands.observe.draw.bars import Bars
-    from manyhands.workloads.svd.model import opened_rows
     from manyhands.workloads.svd.task import SvdTask
     from manyhands.workloads.svd.training import stored
 
     options = narrowed(SvdOptions, asked)
-    file = opened_rows(asked.path, asked.table_reading()) if asked.path is not None else None
-    with Bars() as bars, stored(file, options, bars) as matrix:
+    with Bars() as bars, stored(asked.rows, options, bars) as matrix:
         yield seam.ComparedTask(task=SvdTask(matrix=matrix, svd=options, workers=asked.workers))
 
 
@@ -63,8 +68,7 @@ def _train(asked: _TrainSvd, keep: Keeping, bars: Bars) -> TrainEnd:
     from manyhands.workloads.svd.training import train_svd
 
     how: dict[str, Any] = {"strategy": asked.strategy, "workers": asked.workers}
-    table, options = asked.table_reading(), narrowed(SvdOptions, asked)
-    result = train_svd(asked.path, options, bars=bars, keep=keep, table=table, **how)
+    result = train_svd(asked.rows, narrowed(SvdOptions, asked), bars=bars, keep=keep, **how)
     model, file = result.model, keep.out / SVD_FILE
     model.save(file)
     summary = {

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from manyhands.data.matrix_files import MatrixFile
 from manyhands.data.stored_matrix import MatrixStore, StoredMatrix
-from manyhands.data.table_files import TableReading
 from manyhands.engine.fitting import await_workers
 from manyhands.engine.training import Keeping
 from manyhands.native.warming import prepare, spent_s
@@ -52,11 +51,8 @@ def train_svd(
     strategy: str | Strategy | None = None,
     bars: Bars | None = None,
     keep: Keeping | None = None,
-    table: TableReading | None = None,
 ) -> SvdResult:
-    """Decompose the matrix of a file, an array or a DataFrame, or the digits that come with scikit-learn.
-
-    Files are CSV, Parquet, LIBSVM or npy; `table` says what of a table is read.
+    """Decompose the matrix of a file, an array, a DataFrame or `opened_rows`, or the digits of scikit-learn.
 
     Without a `strategy`, one worker is `single` and more are `allreduce`. With `keep`, the run has a directory, as
     `train_compiled` says. UserError for what makes no sense and for files that are wrong.
@@ -68,8 +64,9 @@ def train_svd(
         check_capacity(of_processes(), workers, allow_overload=options.allow_overload)
     began = time.monotonic() - spent_s()
     await_workers(chosen, ["manyhands.workloads.svd.task"], compiled=True)  # while rows are read
-    file = opened_rows(data, table) if data is not None and not isinstance(data, np.ndarray) else None
-    with stored(data if file is None else file, options, bars) as matrix:
+    rows = data if data is None or isinstance(data, np.ndarray | MatrixFile) else opened_rows(data)
+    file = rows if isinstance(rows, MatrixFile) else None
+    with stored(rows, options, bars) as matrix:
         if matrix.is_sparse:
             prepare("svd")
         task = SvdTask(matrix=matrix, svd=options, workers=workers)
@@ -92,11 +89,9 @@ def train_svd(
             is_result=lambda values: bool(space_of(values).passes),
         )
         train_seconds = float(trained.summary.get("seconds", time.monotonic() - fitted_at))
+    model = SvdModel.of(space_of(trained.values), task.sizes, options)
     return SvdResult(
-        model=replace(
-            SvdModel.of(space_of(trained.values), task.sizes, options),
-            encoding=file.encoding if file is not None else None,
-        ),
+        model=model if file is None else replace(model, encoding=file.encoding),
         bad_rows=file.left_out if file is not None else 0,
         columns=matrix.columns,
         entries=matrix.entries,
@@ -109,13 +104,13 @@ def train_svd(
 
 
 @contextmanager
-def stored(data: Any, options: SvdOptions, bars: Bars) -> Iterator[StoredMatrix]:
+def stored(rows: Any, options: SvdOptions, bars: Bars) -> Iterator[StoredMatrix]:
     """The matrix of a `MatrixFile` or an array; without one, that of digits."""
     with MatrixStore() as store:
-        if not isinstance(data, MatrixFile):
-            yield store.keep_array(read_digits()[0].astype("float64") if data is None else data)
+        if not isinstance(rows, MatrixFile):
+            yield store.keep_array(read_digits()[0].astype("float64") if rows is None else rows)
             return
         block_bytes = max(1, min(_READ_BYTES, options.memory_bytes // 64))
         with bars.phase("reading", None, "bytes") as phase:
-            matrix = store.keep(data, block_bytes, phase.advance)
+            matrix = store.keep(rows, block_bytes, phase.advance)
         yield matrix
