@@ -34,6 +34,11 @@ _BUILDERS = (
     ("optimizer", Optimizer, "a function (parameters) -> torch.optim.Optimizer"),
     ("scheduler", LRScheduler, "a function (optimizer) -> LRScheduler, or None"),
 )
+_OPTIONAL_FUNCTIONS = (
+    ("collate", "(list of samples) -> batch"),
+    ("read_input", "(JSON value) -> tensor"),
+    ("write_answer", "(output of the model) -> JSON value"),
+)
 
 Metric: TypeAlias = Callable[[nn.Module, Any], Tensor | float]
 _STATEFUL = ("update", "compute", "reset")
@@ -164,6 +169,14 @@ class Task:
     """Loader processes that get each worker's next batches ready while it computes; by default none."""
     sparse: Mapping[str, RowsOf] = field(default_factory=dict)
     """Row-sparse tables: by the name of a parameter, (batch) -> the rows of it that the batch reads."""
+    read_input: Callable[[Any], Any] | None = None
+    """How `predict` and `serve` read one input: (JSON value) -> the tensor that the model takes for it, without the
+    dimension of the batch; a tuple of tensors, or a dict of named ones, for a model that takes several. None: an array
+    of numbers, nested as the tensor is."""
+    write_answer: Callable[[Any], Any] | None = None
+    """How they write one answer: (the model's output for one input) -> a JSON value. None: as nested arrays."""
+    example_input: Any = None
+    """One input as JSON, which `serve` shows and warms up with; None: the first sample of `data`."""
     name: str = "task"
     """What run directories and reports call it."""
     options: Mapping[str, Any] | None = None
@@ -224,10 +237,10 @@ class Task:
             if not callable(value) and not (value is None and name == "scheduler"):
                 raise UserError(f"{name} is {value!r}; it must be {allowed}")
         require_parameters("loss", self.loss, ("model", "batch"))
-        if self.collate is not None and not callable(self.collate):
-            raise UserError(
-                f"collate is {self.collate!r}; it must be a function (list of samples) -> batch, or None"
-            )
+        for name, allowed in _OPTIONAL_FUNCTIONS:
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise UserError(f"{name} is {value!r}; it must be a function {allowed}, or None")
         for name, count in (("batch_size", self.batch_size), ("microbatches", self.microbatches)):
             if not isinstance(count, int) or isinstance(count, bool) or count < 1:
                 raise UserError(f"{name} is {count!r}; it must be an integer of at least 1")

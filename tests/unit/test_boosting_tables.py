@@ -167,7 +167,7 @@ BAD = {
         {"objective": "binary"},
         "labels 0, 1, 2",
     ),
-    "one label": (lambda v, y: (v, np.ones_like(y)), {"objective": "binary"}, "has labels 1;"),
+    "one label": (lambda v, y: (v, np.ones_like(y)), {"objective": "binary"}, "all rows have label 1; a"),
     "lengths that differ": (lambda v, y: (v, y[:-1]), {}, "has 700 rows, but its labels have shape"),
     "no table": (lambda v, y: (v[:, 0], y), {}, r"has shape \(700,\)"),
     "text": (lambda v, y: (v.astype(str), y), {}, "a table must hold numbers"),

@@ -255,6 +255,11 @@ class ExchangeTraining(ProcessTraining):
         """One worker's exchange of `strategy`, which is of this training's kind."""
 
     @classmethod
+    def loop_exchange(cls, strategy: Any, resources: Resources) -> Exchange:
+        """One worker's exchange in a loop of the user's own."""
+        return cls.exchange(strategy, resources)
+
+    @classmethod
     def exchange_across_hosts(cls, strategy: Any, resources: Resources) -> tuple[Exchange, Any]:
         """Among several hosts: one worker's end, and a collective for small words over the links, or None."""
         return cls.exchange(strategy, resources), None

@@ -229,6 +229,11 @@ class Switchboard:
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether a worker can answer, now or after its batch."""
+        return not self._closed and bool(self.core.free_workers or self.core.busy)
+
     def replicas(self) -> tuple[ReplicaState, ...]:
         # Copies: the page is drawn in another thread.
         busy, free = self.core.busy.copy(), self.core.free_workers.copy()

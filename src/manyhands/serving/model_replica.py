@@ -37,7 +37,7 @@ def replica(context: RoleContext) -> None:
     predictor.prepare()
     connection = socket.socket(fileno=context.descriptor("requests"))
     with connection, connection.makefile("rb") as stream, torch.inference_mode():
-        predictor.answers(predictor.inputs([predictor.example]))  # warm up before the first request
+        predictor.warm()
         context.mark(0, State.SERVING)
         connection.sendall(frame({"ready": os.getpid()}))
         context.send({"ready": True})
@@ -52,8 +52,6 @@ def answer_batch(predictor: Predictor[Any], bodies: Sequence[Any]) -> list[dict[
     for number, body in enumerate(bodies):
         try:
             parts[number] = predictor.inputs(body["inputs"])
-        except UserError as error:
-            results[number] = {"status": 400, "error": str(error)[:_MOST_SHOWN]}
         except Exception as error:  # otherwise this worker would die of it, and the next one, too
             results[number] = _failed(error)
     results |= _computed(predictor, parts, [len(body["inputs"]) for body in bodies])
@@ -84,25 +82,31 @@ def _computed(
 
 
 def _failed(error: Exception) -> dict[str, Any]:
+    if isinstance(error, UserError):
+        return {"status": 400, "error": str(error)[:_MOST_SHOWN]}
     traceback.print_exception(error, file=sys.stderr)
     return {"status": 500, "error": f"the model failed: {type(error).__name__}: {error}"[:_MOST_SHOWN]}
 
 
 def answers_frame(results: Sequence[dict[str, Any]]) -> bytes:
-    """Return the frame of a batch's answers; non-finite numbers, which JSON lacks, become an error."""
+    """Return the frame of a batch's answers; what JSON lacks, such as non-finite numbers, becomes an error."""
     try:
         return frame(results)
-    except ValueError:
+    except (ValueError, TypeError):
         pass
-    why = "the model's answer is not a finite number: the input is too large for it, or its training diverged"
-    finite = []
+    not_finite = (
+        "the model's answer is not a finite number: the input is too large for it, or its training diverged"
+    )
+    sent = []
     for one in results:
         try:
             frame(one)
-            finite.append(one)
+            sent.append(one)
         except ValueError:
-            finite.append({"status": 500, "error": why})
-    return frame(finite)
+            sent.append({"status": 500, "error": not_finite})
+        except TypeError as error:  # of a task's own `write_answer`
+            sent.append({"status": 500, "error": f"the model's answer is not JSON: {error}"[:_MOST_SHOWN]})
+    return frame(sent)
 
 
 def frame(value: Any) -> bytes:

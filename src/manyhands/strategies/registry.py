@@ -23,6 +23,8 @@ class StrategyEntry:
     """The training of tasks whose step is compiled; empty where it moves their gradients instead."""
     roles: tuple[str, ...] = ()
     """The modules that its processes need; empty where that is the training's."""
+    loop: str = ""
+    """What joins a loop of the user's own (a `LoopKind`); empty where that is the training's exchange."""
 
     @property
     def package(self) -> str:
@@ -43,6 +45,10 @@ class StrategyEntry:
         """The class that trains by it; of compiled tasks, None where it has none."""
         target = self.kernel if compiled else self.training
         return _load(target) if target else None
+
+    def load_loop(self) -> Any:
+        """What joins a loop of the user's own; None where that is the training's exchange."""
+        return _load(self.loop) if self.loop else None
 
 
 def _load(target: str) -> Any:

@@ -88,20 +88,27 @@ class Predictor(ABC, Generic[Inputs]):
     def prepare(self) -> None:
         """Called once in the process that computes, before its first answer."""
 
+    def warm(self) -> None:
+        """Compute one answer, so that the first that is asked for does not wait for what is done once."""
+        self.answers(self.inputs([self.example]))
+
     def check_precision(self, precision: str) -> None:
         if precision != "fp32":
             raise UserError(f"--precision {precision}: a model of {self.task} computes in fp32 only")
 
-    def check_read_as(self, read_as: ReadAs) -> None:
-        """Refuse what makes no sense for these files; those of lines that may be wrong look for themselves."""
+    def check_format(self, read_as: ReadAs) -> None:
         if read_as.format not in self.formats:
             raise UserError(f"--format {read_as.format!r}: {nearest(read_as.format, self.formats)}")
+
+    def check_read_as(self, read_as: ReadAs) -> None:
+        """Refuse what makes no sense for these files; those of lines that may be wrong look for themselves."""
+        self.check_format(read_as)
         if read_as.skip_bad:
             raise UserError("--skip-bad is only for logreg; leave it out for this run")
 
 
 class ModulePredictor(Predictor[Inputs]):
-    """One whose model is an `nn.Module` of one tensor: it can be exported as a program, and compute in fewer bits."""
+    """One whose model is an `nn.Module`: it can be exported as a program, and compute in fewer bits."""
 
     model: nn.Module
 
@@ -115,8 +122,8 @@ class ModulePredictor(Predictor[Inputs]):
         check_precision(precision)
 
     @abstractmethod
-    def example_batch(self, count: int, seed: int = 0) -> Tensor:
-        """Inputs of the module that somebody might give, `count` of them."""
+    def example_batch(self, count: int, seed: int = 0) -> tuple[Tensor, ...]:
+        """Inputs of the module that somebody might give, `count` of them: what it is called with."""
 
 
 def table_of(values: Sequence[Any], columns: int, takes: str, missing: bool = False) -> NDArray[np.float64]:

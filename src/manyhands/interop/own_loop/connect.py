@@ -25,7 +25,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ from manyhands.engine.exchange import Exchange, Resources, SingleExchange
 from manyhands.engine.options import TLS_VARIABLE, Options
 from manyhands.engine.worker_processes import exchanging
 from manyhands.errors import ManyhandsError, UserError
+from manyhands.interop.own_loop.backward_rounds import Rounds
 from manyhands.interop.own_loop.small_sums import AloneCollective, Call, Words
 from manyhands.observe.analyse.collect import Collector
 from manyhands.observe.record.clocks import Bracket, Offset, offset_from
@@ -45,6 +46,7 @@ from manyhands.places.external.links import address_towards, no_group, open_link
 from manyhands.places.external.process_place import ProcessPlace
 from manyhands.places.local.rendezvous import Rendezvous, meet
 from manyhands.strategies.common.collectives.collective import SharedCollective
+from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy
 from manyhands.transport.heartbeats import BeatPlace, Heartbeats, address_of_interface, exchange_places
 from manyhands.transport.link.interface import Link
@@ -52,7 +54,7 @@ from manyhands.transport.link.tcp import TcpLink
 from manyhands.transport.link.torch_p2p import TorchLink
 from manyhands.transport.liveness import Alarm
 
-__all__ = ["GroupConnection", "Unwatched", "choose", "connect", "keeping", "own_loop_config"]
+__all__ = ["GroupConnection", "LoopKind", "Unwatched", "choose", "connect", "keeping", "own_loop_config"]
 
 _log = logging.getLogger("manyhands")
 
@@ -69,8 +71,18 @@ class GroupConnection:
     exchange: Exchange
     local_rank: int = 0  # this worker's place among those of its host
     on_one_host: bool = True
+    rounds: Callable[..., Rounds] = Rounds  # made of words, exchange, worker context and `check_every`
     abort: Callable[[], None] = lambda: None  # end the waits of the others: this worker has failed
     close: Callable[[], None] = lambda: None  # say farewell; before `words` and `exchange` are closed
+
+
+class LoopKind(Protocol):
+    """How workers of a strategy connect whose rounds are not those of an exchange: `loop` of its registry entry."""
+
+    def connect(
+        self, place: ProcessPlace, name: str, strategy: Strategy, timeout_s: float
+    ) -> GroupConnection:
+        """Collective: connect this process to the others of the group `name`."""
 
 
 _ALONE = "single"
@@ -96,6 +108,9 @@ def connect(place: ProcessPlace, name: str, requested: Strategy | None, timeout_
     if place.world == 1:
         alone, words = Strategy.parse(_ALONE), Words(AloneCollective())
         return GroupConnection(strategy=alone, words=words, exchange=SingleExchange())
+    kind: LoopKind | None = STRATEGIES[requested.word].load_loop() if requested is not None else None
+    if requested is not None and kind is not None:
+        return kind.connect(place, name, requested, timeout_s)
     store = PrefixStore(f"manyhands/{name}", place.open_store(timeout_s))
     with ExitStack() as stack:
         stack.enter_context(nullcontext(store))  # rank 0 may host it: it lives as long as the group
@@ -130,7 +145,7 @@ def _on_one_host(
         for group in (words, gradients):
             group.abort(rendezvous.here.index(rank))
 
-    both, exchange = Words(SharedCollective(words)), exchanging(strategy).exchange(strategy, resources)
+    both, exchange = Words(SharedCollective(words)), exchanging(strategy).loop_exchange(strategy, resources)
     connection = GroupConnection(strategy=strategy, words=both, exchange=exchange, abort=abort)
     rendezvous.watch(lambda rank, in_peace: None if in_peace else abort(rank))
     stack.callback(rendezvous.close)  # before the groups: the liveness monitor must not find them closed

@@ -89,7 +89,7 @@ class SharedStreamLoader(_GroupLoader):
             self._draws_here = loader.num_workers == 0
             if isinstance(loader.dataset, IterableDataset) and loader.batch_size is not None:
                 self._collates, size = True, loader.batch_size
-                collate = SharedCollate(loader.collate_fn, reader.rank, reader.world)
+                collate = SharedCollate(loader.collate_fn, reader.part.index, reader.part.count)
                 self._inner = remade(loader, batch_size=size, drop_last=loader.drop_last, collate_fn=collate)
 
     def __iter__(self) -> Iterator[Any]:
@@ -131,8 +131,8 @@ class SharedStreamLoader(_GroupLoader):
                     "loader = group.prepare(stream, split=False)",
                     stacklevel=3,
                 )
-            return BatchShare(batch, LoaderPart(share=1 / self._reader.world, mark=mark))
-        span = split(rows, self._reader.rank, self._reader.world)
+            return BatchShare(batch, LoaderPart(share=1 / self._reader.part.count, mark=mark))
+        span = split(rows, self._reader.part.index, self._reader.part.count)
         part = LoaderPart(share=len(span) / rows, samples=len(span), mark=mark)
         return BatchShare(narrowed(batch, span if span else range(min(rows, FILLERS))), part)
 
@@ -220,6 +220,11 @@ def prepare_loader(
 ) -> SplitLoader | SharedStreamLoader | OwnStreamLoader:
     """The user's loader as a worker reads it, batches through `move`; without `to_split`, its own stream."""
     if not to_split:
+        if reader.part.count != reader.world:
+            raise UserError(
+                f"split=False: under this strategy {reader.world // reader.part.count} workers compute on the same "
+                "batch, so a worker cannot have a stream of its own; leave split=False out"
+            )
         return OwnStreamLoader(loader, reader, move)
     if not isinstance(loader, DataLoader):
         return SharedStreamLoader(loader, reader, move)
@@ -284,7 +289,7 @@ class _Shares:
         # Samplers draw their order when the first batch is asked for.
         batch = self._reader.in_worker_0s_order(lambda: next(batches, None), self._generators)
         while batch is not None:
-            span = split(len(batch), self._reader.rank, self._reader.world)
+            span = split(len(batch), self._reader.part.index, self._reader.part.count)
             mark = zlib.crc32(repr(list(batch)).encode()) or 1
             parts.append(LoaderPart(share=len(span) / len(batch), samples=len(span), mark=mark))
             yield batch[span.start : span.stop] if span else batch[:FILLERS]

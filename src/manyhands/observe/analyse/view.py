@@ -173,6 +173,8 @@ class ModelView:
     labels: tuple[str, ...] = ()
     confusion: tuple[tuple[int, ...], ...] = ()
     """How many rows of each label (row) were predicted to have each label (column)."""
+    by_label: tuple[tuple[str, int, float, float, float], ...] = ()
+    """Of each of several labels its rows, precision, recall and F1."""
     importance: tuple[tuple[str, float, int], ...] = ()
     """The features that matter most: name, gain and number of splits."""
     features: int = 0

@@ -40,9 +40,9 @@ from manyhands.strategies.pipeline.schedule_cost import most_held
 from manyhands.strategies.pipeline.stage_messages import ChainPart, Passed, StageBorders, StageMessages
 from manyhands.strategies.pipeline.stage_worker import PipelineStage, WaveStage
 from manyhands.strategies.pipeline.strategy import Pipeline
+from manyhands.strategies.tensor.exchange import GridExchange
 from manyhands.strategies.tensor.slicing import slice_modules
 from manyhands.strategies.tensor.slicing_plan import Slicing, find_plan
-from manyhands.strategies.tensor.training import GridExchange
 
 __all__ = ["Holding", "PipelineExchange", "holding_of", "layer_costs", "require_own_statistics"]
 

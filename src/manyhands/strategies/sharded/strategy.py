@@ -59,6 +59,5 @@ class Sharded(Strategy):
             uses_links=True,  # nobody has the whole in memory that others see
             cannot_compile="sharded frees and gathers parameters between layers, which compiled code cannot follow",
             cannot_cross_hosts="",
-            instead_of_own_loop="give the model and its loss to mh.fit for sharded",
             refused_buffers={},
         )

@@ -81,7 +81,6 @@ class Tensor(Strategy):
             straggler_advice="every layer waits for the slowest of its slices; use workers of equal speed",
             cannot_compile=f"torch.compile needs a complete model, and under `{self.word}` no worker has one",
             cannot_cross_hosts="",
-            instead_of_own_loop="give mh.fit a Task for tensor",
             refused_buffers={
                 "synchronize": "its slices compute on the same samples, and replicas of slices do not sum inside "
                 "a layer"

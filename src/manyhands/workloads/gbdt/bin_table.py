@@ -55,10 +55,10 @@ class BinnedRows:
     arrays: tuple[NDArray[Any], ...] = ()
 
     def opened(self) -> tuple[NDArray[np.uint8], Numbers, Numbers, Numbers]:
-        """Tiles, targets, weights, and the scores that training begins with."""
+        """Tiles, targets, weights, and the scores that training begins with, a row for each class."""
         arrays = self.arrays or mapped_arrays(self.folder, _KINDS).values()
         tiles, targets, weights, scores = map(np.asarray, arrays)
-        return tiles.reshape(-1, self.rows, TILE), targets, weights, scores
+        return tiles.reshape(-1, self.rows, TILE), targets, weights, scores.reshape(-1, self.rows)
 
 
 _KINDS: dict[str, Any] = {"tiles": np.uint8, **dict.fromkeys(("targets", "weights", "scores"), np.float64)}
@@ -225,8 +225,9 @@ def bin_rows(
 ) -> BinnedRows:
     """The bins of all rows: in memory, or in files of `folder`; ManyhandsError says when the disk is full.
 
-    `labels` are targets and weights, `score` gives the scores that training begins with. Where features of `layout`
-    that share a column do not exclude each other after all, the rows are gone through once more with a column for each.
+    `labels` are targets and weights, `score` gives the scores that training begins with, a row for each class. Where
+    features of `layout` that share a column do not exclude each other after all, the rows are gone through once more
+    with a column for each.
     """
     targets, weights = labels
     fill = partial(_filled, bins=bins, rows=len(targets), folder=folder, score=score, threads=threads)
@@ -266,7 +267,7 @@ def _filled(
     tiles: NDArray[np.uint8] = (
         np.memmap(Path(folder, "tiles"), np.uint8, "w+", shape=shape) if folder else np.zeros(shape, np.uint8)
     )
-    first, scores, clashes = 0, np.zeros(rows), np.zeros(len(layout.columns), np.int64)
+    first, scores, clashes = 0, np.zeros((1, rows)), np.zeros(len(layout.columns), np.int64)
     parts, whole = (layout.columns, layout.firsts, layout.zeros), np.asarray(tiles)
     with ThreadPoolExecutor(threads) as pool:
         for block in blocks:
@@ -274,7 +275,9 @@ def _filled(
             if end > rows:
                 first = end
                 break
-            scores[first:end] = score(block)
+            begins = np.atleast_2d(score(block))
+            scores = scores if len(scores) == len(begins) else np.zeros((len(begins), rows))
+            scores[:, first:end] = begins
             if block.sparse is not None:  # which take little time
                 found = iter([bins.of_sparse(block.sparse)])
             else:

@@ -112,7 +112,8 @@ def _train(asked: _TrainGbdt, keep: Keeping, bars: Bars) -> TrainEnd:
         measured = {"quality": quality}
     summary = {
         **result.full_summary(),
-        "trees": len(model.trees),
+        "trees": len(model.trees) // model.classes,  # of each class, where there are several
+        "labels": list(model.labels),
         "features": model.columns,
         "valid_loss": result.valid_losses[result.trees_kept - 1] if result.valid_losses else None,
         "importance": [
@@ -135,13 +136,15 @@ def _train(asked: _TrainGbdt, keep: Keeping, bars: Bars) -> TrainEnd:
 
 def _shown(summary: dict[str, Any]) -> list[str | TableRows]:
     held_out = f" + {summary['valid_rows']:,} held out" if summary["valid_rows"] else ""
+    is_several = summary["objective"] == "multiclass"
+    trees = f"{len(summary['labels'])} × {summary['trees']}" if is_several else summary["trees"]
     lines: list[str | TableRows] = [
         f"gbdt · {summary['objective']} · {summary['strategy']} · {num_of(summary['workers'], 'worker')} · "
-        f"{summary['rows']:,} rows{held_out} · {summary['features']:,} features · {summary['trees']} trees in "
+        f"{summary['rows']:,} rows{held_out} · {summary['features']:,} features · {trees} trees in "
         f"{summary['train_seconds']:.2f} s ({summary['seconds']:.1f} s with reading and starting)"
     ]
     if summary["train_losses"]:
-        name = "log loss" if summary["objective"] == "binary" else "squared error"
+        name = "squared error" if summary["objective"] == "regression" else "log loss"
         valid = f"  held out {summary['valid_loss']:.4f}" if summary["valid_loss"] is not None else ""
         first, last = summary["train_losses"][0], summary["train_losses"][-1]
         lines.append(f"{name}  train {first:.4f} → {last:.4f}{valid}")
@@ -158,7 +161,7 @@ def _shown(summary: dict[str, Any]) -> list[str | TableRows]:
 
 GBDT = seam.CompiledWorkload(
     name="gbdt",
-    help="Train gradient-boosted trees: a number or two labels, from a table of any size.",
+    help="Train gradient-boosted trees: a number, two labels or several, from a table of any size.",
     options_type=_TrainGbdt,
     train=_train,
     files=("model.txt",),

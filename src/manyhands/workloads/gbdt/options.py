@@ -9,8 +9,9 @@ from manyhands.workloads.task_options import CheckedOptions, option
 __all__ = ["OBJECTIVES", "PARALLEL", "GbdtOptions"]
 
 OBJECTIVES = {
-    "auto": "binary where the labels are two of -1 and 1, 0 and 1, or 1 and 2; else regression",
+    "auto": "binary for two integers or names, multiclass for up to 32 integers or any names; else regression",
     "binary": "log loss of two labels",
+    "multiclass": "log loss of several labels: one tree for each in every round (softmax)",
     "regression": "squared error",
 }
 PARALLEL = {
@@ -23,8 +24,10 @@ PARALLEL = {
 class GbdtOptions(CheckedOptions):
     """One training."""
 
-    objective: str = option("auto", "binary or regression; auto: chosen by the labels", choices=OBJECTIVES)
-    trees: int = option(100, "maximum number of trees", at_least=1)
+    objective: str = option(
+        "auto", "binary, multiclass or regression; auto: chosen by the labels", choices=OBJECTIVES
+    )
+    trees: int = option(100, "maximum number of trees; of several classes, for each", at_least=1)
     rate: float = option(0.1, "learning rate: factor of each new tree", above=0)
     num_leaves: int = option(31, "maximum leaves per tree", at_least=2)
     max_depth: int = option(0, "maximum depth of a tree; 0: no limit", at_least=0)

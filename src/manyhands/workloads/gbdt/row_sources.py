@@ -83,6 +83,8 @@ class RowSource(ABC):
     names: Sequence[str] | None = None  # what the columns of features are called, where the source says
     is_read_once: bool = False  # whether rows that were gone through are gone, as those of stdin
     label_index: int = 0  # which column of the file has the labels, where one has
+    label_names: Sequence[str] | None = None
+    """What label 0, 1, … of blocks means, where labels are names; more may come while blocks are gone through."""
 
     @abstractmethod
     def blocks(self, on_rows: Callable[[int], None] | None = None) -> Iterator[RowBlock]:

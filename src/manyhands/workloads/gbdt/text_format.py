@@ -23,6 +23,7 @@ from manyhands.errors import DataError, UserError
 from manyhands.workloads.exporting import Export, ExportAsked
 from manyhands.workloads.gbdt.model import LINKS, DecisionTree, GbdtModel
 from manyhands.workloads.gbdt.row_sources import RowBlock, open_source
+from manyhands.workloads.logreg.labels import MOST_CLASSES, NO_LABELS, Labels
 from manyhands.workloads.predictor import Predictor, ReadAs, table_of
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
 ]
 
 MODEL_TEXT = "model.txt"
+_LABELS = "class_labels:"
 _MOST_BYTES = 1 << 30
 _PART_BYTES = 1 << 20
 _BY_NODE = {
@@ -70,8 +72,8 @@ def render_model(model: GbdtModel) -> str:
     trees = [_tree_text(number, tree) for number, tree in enumerate(model.trees)]
     header = {
         "version": "v4",
-        "num_class": 1,
-        "num_tree_per_iteration": 1,
+        "num_class": model.classes,
+        "num_tree_per_iteration": model.classes,
         "label_index": model.label_index,
         "max_feature_idx": model.columns - 1,
         "objective": model.objective,
@@ -84,9 +86,10 @@ def render_model(model: GbdtModel) -> str:
     order = np.argsort(-counts, kind="stable")
     importances = "".join(f"{model.names[at]}={counts[at]}\n" for at in order if counts[at])
     parameters = "".join(f"[{name}: {value}]\n" for name, value in model.parameters.items())
+    labels = f"{_LABELS}{model.labels}\n" if model.labels else ""
     return (
         f"tree\n{lines}\n{''.join(trees)}end of trees\n\nfeature_importances:\n{importances}\n"
-        f"parameters:\n{parameters}\nend of parameters\n\npandas_categorical:null\n"
+        f"parameters:\n{parameters}\nend of parameters\n\n{labels}pandas_categorical:null\n"
     )
 
 
@@ -133,7 +136,10 @@ def parse_model(content: bytes | bytearray, where: str) -> GbdtModel:
             raise _Wrong("it is a random forest, which is not supported")
         header = _fields(lines)
         names, objective, label_index = _checked_header(header)
+        labels = _labels(header, objective, after)
         trees = tuple(_tree(number, part, len(names)) for number, part in enumerate(parts))
+        if len(trees) % int(header.get("num_class", 1)):
+            raise _Wrong(f"it has {len(trees)} trees, which {header['num_class']} classes cannot share")
         sizes = header.get("tree_sizes")
         if sizes is not None and len(sizes.split()) != len(trees):
             raise _Wrong(f"tree_sizes names {len(sizes.split())} trees, but it has {len(trees)}")
@@ -150,7 +156,33 @@ def parse_model(content: bytes | bytearray, where: str) -> GbdtModel:
         infos=infos if len(infos) == len(names) else ("none",) * len(names),
         parameters=dict(re.findall(r"(?m)^\[(.*?): (.*)\]$", "\n".join(after.splitlines()))),
         label_index=label_index,
+        labels=labels,
     )
+
+
+def _labels(header: Mapping[str, str], objective: str, after: str) -> Labels:
+    """Those of the classes: as a line after the parameters has them, else from 0, as LightGBM has no other."""
+    classes = [header.get(name, "1").strip() for name in ("num_class", "num_tree_per_iteration")]
+    word, *settings = objective.split()
+    wanted = {f"num_class:{classes[0]}"} if LINKS[word] == "softmax" else set()
+    counts = {one for one in settings if one.startswith("num_class:")}
+    if len(set(classes)) != 1 or counts != wanted or (not wanted and classes[0] != "1"):
+        raise _Wrong(f"num_class is {classes[0][:20]!r}, which its objective {objective!r} does not have")
+    count = 2
+    if wanted:
+        count = int(classes[0]) if classes[0].isdecimal() and len(classes[0]) < 6 else 0
+        if not 2 <= count <= MOST_CLASSES:
+            raise _Wrong(f"num_class is {classes[0][:20]!r}; it must be from 2 to {MOST_CLASSES}")
+    given = re.search(rf"(?m)^{_LABELS}(.*)$", "\n".join(after.splitlines()))
+    if given is None:
+        return Labels(*map(float, range(count))) if wanted else NO_LABELS
+    try:
+        found = Labels.parse(given[1])
+    except ValueError as error:
+        raise _Wrong(str(error)) from error
+    if len(found) != count or not (wanted or LINKS[word] == "sigmoid"):
+        raise _Wrong(f"it names {len(found)} labels, but its objective is {objective!r}")
+    return found
 
 
 def _fields(lines: Iterable[str]) -> dict[str, str]:
@@ -158,10 +190,7 @@ def _fields(lines: Iterable[str]) -> dict[str, str]:
 
 
 def _checked_header(header: Mapping[str, str]) -> tuple[tuple[str, ...], str, int]:
-    """Names of features, objective, column of labels; models that are no sum of single trees are rejected."""
-    for name in ("num_class", "num_tree_per_iteration"):
-        if header.get(name, "1") != "1":
-            raise _Wrong(f"{name} is {header[name]!r}; only one class is supported")
+    """Names of features, objective, column of labels; models that are no sums of trees are rejected."""
     objective = header.get("objective", "").strip()
     if not objective or objective.split()[0] not in LINKS or "sqrt" in objective.split():
         raise _Wrong(f"its objective is {objective or 'not named'!r}; supported: {', '.join(LINKS)}")
@@ -256,7 +285,7 @@ def _check_tree(number: int, arrays: Mapping[str, NDArray[Any]], columns: int, s
 
 
 class GbdtPredictor(Predictor[RowBlock]):
-    """A number for each row: the prediction, or the probability of the larger label."""
+    """A number for each row: the prediction, or the probability of the larger label; of several, that of each."""
 
     takes: ClassVar[str] = "an array of numbers, one for each column; null where one is missing"
     formats: ClassVar[tuple[str, ...]] = FORMATS
@@ -277,10 +306,13 @@ class GbdtPredictor(Predictor[RowBlock]):
         return RowBlock(labels=None, dense=np.concatenate([part.values for part in parts]))
 
     def answers(self, inputs: RowBlock) -> list[Any]:
-        return list(self.model.predict(inputs).tolist())
+        found = self.model.predict(inputs)
+        return list(found.tolist()) if found.ndim == 1 else self.model.labels.answers(found)
 
     def lines(self, inputs: RowBlock) -> Iterator[str]:
-        return (f"{value:.17g}" for value in self.answers(inputs))
+        """Of several classes the probabilities in their order, between tabs."""
+        found = self.model.predict(inputs).reshape(len(inputs), -1).tolist()
+        return ("\t".join(f"{value:.17g}" for value in row) for row in found)
 
     @property
     def example(self) -> Any:

@@ -77,6 +77,8 @@ def _compared(asked: _CompareLogreg, _out: Path) -> Iterator[ComparedTask]:
 
 
 def _train(asked: _TrainLogreg, keep: Keeping, bars: Bars) -> TrainEnd:
+    import numpy as np
+
     from manyhands.workloads.logreg.model import MODEL_FILE
     from manyhands.workloads.logreg.training import train_logreg
 
@@ -91,7 +93,7 @@ def _train(asked: _TrainLogreg, keep: Keeping, bars: Bars) -> TrainEnd:
         tested = model.file(asked.test, asked.reading)
         with bars.phase("testing", None, "examples") as phase:
             found = model.evaluate(tested, phase.advance)
-        quality = found.quality("test examples", (model.labels.no, model.labels.yes))
+        quality = found.quality("test examples", model.labels)
         measured = {**found.figures, "quality": quality}
         tested_examples, bad_lines = found.examples, tested.bad_lines
     summary = {
@@ -103,9 +105,9 @@ def _train(asked: _TrainLogreg, keep: Keeping, bars: Bars) -> TrainEnd:
         "l2": asked.l2,
         "passes": passes,
         "bits": model.bits,
-        "features": int(model.weight.size),
-        "features_used": int((model.weight != 0).sum()),
-        "labels": [model.labels.no, model.labels.yes],
+        "features": model.weight.shape[-1],
+        "features_used": int((np.atleast_2d(model.weight) != 0).any(axis=0).sum()),
+        "labels": list(model.labels),
         "strategy": str(Strategy.parse(asked.strategy)),
         "workers": asked.workers,
         "test_bad_lines": bad_lines,
@@ -127,16 +129,19 @@ def _train(asked: _TrainLogreg, keep: Keeping, bars: Bars) -> TrainEnd:
 
 
 def _shown(summary: dict[str, Any]) -> list[str]:
+    several = f"{len(summary['labels'])} labels · " if len(summary["labels"]) > 2 else ""
     lines = [
         f"logreg · {summary['learner']} · {summary['strategy']} · {num_of(summary['workers'], 'worker')} · "
-        f"{summary['examples']:,} examples · {summary['features_used']:,} of {summary['features']:,} features · "
+        f"{summary['examples']:,} examples · {several}"
+        f"{summary['features_used']:,} of {summary['features']:,} features · "
         f"{summary['passes']} passes in {summary['seconds']:.1f} s · {summary['examples_per_s']:,.0f} examples/s",
         f"progressive log loss  {'  '.join(f'{loss:.4f}' for loss in summary['progressive_loss'])}",
     ]
     if summary["test_examples"]:
-        area = "-" if summary["auc"] is None else f"{summary['auc']:.4f}"
+        area = f"auc {'-' if summary['auc'] is None else format(summary['auc'], '.4f')}  "
         lines.append(
-            f"test  accuracy {summary['accuracy']:.4f}  auc {area}  log loss {summary['log_loss']:.4f}  "
+            f"test  accuracy {summary['accuracy']:.4f}  {area * (len(summary['labels']) == 2)}"
+            f"log loss {summary['log_loss']:.4f}  "
             f"of {summary['test_examples']:,} examples"
         )
     return [*lines, f"model  {summary['model']}"]
@@ -144,7 +149,7 @@ def _shown(summary: dict[str, Any]) -> list[str]:
 
 LOGREG = CompiledWorkload(
     name="logreg",
-    help="Train a sparse logistic regression: two labels, any number of features.",
+    help="Train a sparse logistic regression: two labels or several, any number of features.",
     options_type=_TrainLogreg,
     train=_train,
     files=("model.safetensors",),

@@ -73,7 +73,7 @@ def train_logreg(
     with Spool() as spool:
         with bars.phase("reading", None, "bytes") as phase:
             parsed = parse_examples(examples, memory_bytes if here else 0, spool, phase.advance)
-        check_capacity(parsed.size, row_bytes(chosen, options.learner, workers))
+        check_capacity(parsed.size, row_bytes(chosen, options.learner, workers) * parsed.outputs)
         problem = LogregTask.of(parsed, options)
         task = problem.for_strategy(chosen, workers)
         assert task.passes is not None, "both kinds have them"
@@ -90,9 +90,7 @@ def train_logreg(
             after_pass=after_pass,
         )
     values, seconds, losses = trained.values, time.monotonic() - spent_s() - began, trained.pass_losses
-    table = values["rows"][:, 0].clone().numpy() if task.compiled else table_of(values)
-    reading, labels = examples.file.reading, examples.labels
-    assert labels is not None, "examples were seen"
+    reading, labels, table = examples.file.reading, examples.labels, table_of(values, parsed.outputs)
     return LogregResult(
         model=LogregModel(table=table, labels=labels, bits=reading.bits, hash=reading.hash),
         rate=problem.logreg.rate or 0.0,
