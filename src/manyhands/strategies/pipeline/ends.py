@@ -20,7 +20,6 @@ from manyhands.data.batches import Microbatch, Share
 from manyhands.data.randomness import mix, seed_all
 from manyhands.engine.computing import Computer
 from manyhands.errors import UserError
-from manyhands.task import Metric
 
 __all__ = ["ChainEnds", "MeasureEnds", "PieceEnds", "StandIn", "TrainingEnds", "input_of"]
 
@@ -143,8 +142,8 @@ class PieceEnds(Protocol):
     def input(self) -> Any:
         """What the first module is applied to."""
 
-    def measured(self, output: Any) -> float:
-        """What the last module's output is worth, weighted."""
+    def measured(self, output: Any) -> Any:
+        """What the last module's output is worth."""
 
 
 _TASK: Final = 0  # takes the place of a module: seeds what the task's functions draw
@@ -214,7 +213,13 @@ class TrainingEnds:
 class MeasureEnds:
     """The ends for one batch of evaluation data and one measure."""
 
-    def __init__(self, computer: Computer, number: int, piece: Microbatch, named: tuple[str, Metric]) -> None:
+    def __init__(
+        self,
+        computer: Computer,
+        number: int,
+        piece: Microbatch,
+        named: tuple[str, Callable[[nn.Module, Any], Any]],
+    ) -> None:
         self._computer, self._piece = computer, piece
         self.computing = computer.precision
         self._seed = mix(computer.plan.seed, _EVALUATION, number)
@@ -230,12 +235,12 @@ class MeasureEnds:
         with self._computer.precision():
             return input_of(self._function, batch, self._what)
 
-    def measured(self, output: Any) -> float:
-        """The measure of the last part's output, times the number of samples."""
+    def measured(self, output: Any) -> Any:
+        """What the function makes of the last part's output."""
         seed_all(self._seed)
         batch = self._computer.fetch(self._piece)
         model = StandIn(self._what, output)
         with self._computer.precision():
-            value = float(self._function(model, batch))
+            value = self._function(model, batch)
         model.require_call()
-        return value * self._piece.samples
+        return value

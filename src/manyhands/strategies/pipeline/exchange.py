@@ -26,6 +26,7 @@ from manyhands.engine.exchange import (
     WorkerPart,
 )
 from manyhands.engine.footprint import sizes_of
+from manyhands.engine.metric_states import MetricUpdates
 from manyhands.errors import UserError
 from manyhands.native.heap import keep_freed_memory
 from manyhands.places.local.status import State
@@ -155,28 +156,34 @@ class PipelineExchange(GridExchange):
         del model, alike
         if computer.task.evaluation is None:
             return None
-        functions = computer.measures()
+        functions, stateful = computer.measures(), computer.task.stateful_metrics
         totals = torch.zeros(len(functions) + 1, dtype=torch.float64)
+        updates = MetricUpdates(stateful, self.part.index, self.part.count)
+        measures = [*functions.items(), *((name, one.arguments) for name, one in stateful.items())]
         parts, number = self._holding.parts, 0
         for part in parts:
             part.train(False)
         self._post.begin(checked=False)
         with torch.no_grad():
             for piece in computer.evaluation_batches(self.part.index, self.part.count):
-                for column, measure in enumerate(functions.items()):
+                for column, measure in enumerate(measures):
                     ends = MeasureEnds(computer, number, piece, measure)
-                    totals[column] += self._forward_only(number % _MOST_EVALUATIONS, ends)
+                    value = self._forward_only(number % _MOST_EVALUATIONS, ends)
+                    if value is not None and column < len(functions):
+                        totals[column] += float(value) * piece.samples
+                    elif value is not None:
+                        updates.add(measure[0], value)
                     number += 1
                 totals[-1] += piece.samples
         if not self.part.speaks:
             totals.zero_()
         for part in parts:
             part.train()
-        return computer.means(self.total(totals))
+        return computer.means(self.total(totals), updates.values(self.total, counts=self.part.speaks))
 
-    def _forward_only(self, number: int, ends: PieceEnds) -> float:
-        """Collective: what comes out of the last stage there, and 0 on the others."""
-        measured = 0.0
+    def _forward_only(self, number: int, ends: PieceEnds) -> Any:
+        """Collective: what comes out of the last stage there, and None on the others."""
+        measured = None
         for part in self._holding.parts:
             x = self._borders.input(part, number) if part.number else ends.input()
             with ends.computing():

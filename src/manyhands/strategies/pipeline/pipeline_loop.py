@@ -76,7 +76,9 @@ class PipelineLoop(PipelineExchange):
                 self.stage.run(ends, len(pieces), lambda _: None)
                 return ends.mean_loss()
             self._post.begin(checked=False)
-            return sum(self._forward_only(number, ends.piece(number)) for number in range(len(pieces)))
+            for number in range(len(pieces)):
+                self._forward_only(number, ends.piece(number))
+            return ends.mean_loss()
 
     def _find_device(self) -> torch.device:
         return self._device
@@ -150,8 +152,8 @@ class _PieceEnds:
     def input(self) -> Any:
         return self._ends.input(self._microbatch)
 
-    def measured(self, output: Any) -> float:
-        return float(self._ends.loss(self._microbatch, output))
+    def measured(self, output: Any) -> Tensor:
+        return self._ends.loss(self._microbatch, output)
 
 
 def _refuse(*_: Any) -> NoReturn:
