@@ -195,6 +195,7 @@ class Facts:
         "a bound on staleness would not help with a permanent straggler; ps consistency=async would"
     )
     cannot_clip: str = ""
+    cannot_log: str = ""  # the learning rate and the gradient's norm of each step
     cannot_compile: str = ""  # by torch.compile
     cannot_stream: str = ""  # train on samples that can only be iterated
     cannot_read_apart: str = ""  # have each worker read data of its own

@@ -201,6 +201,7 @@ class RunView:
     """Of the run's first metric that is not a loss, or its evaluation loss: name, best value so far, and after which
     step."""
     curves: tuple[Curve, ...]  # `loss` first, then `samples_per_s`, then one for each metric
+    logged: tuple[Curve, ...] = ()  # the learning rate and the gradient's norm, where the run logs them
     workers: tuple[WorkerView, ...]
     servers: tuple[ServerView, ...]
     waits: tuple[tuple[float, ...], ...]  # seconds that worker i (row) waited for worker j (column)

@@ -19,7 +19,6 @@ from manyhands.data.batches import Microbatch, Share
 from manyhands.data.randomness import mix, seed_all
 from manyhands.engine.computing import Computer
 from manyhands.errors import UserError
-from manyhands.task import Metric
 
 __all__ = ["MeasureEnds", "StandIn", "TrainingEnds", "input_of"]
 
@@ -176,7 +175,13 @@ class TrainingEnds:
 class MeasureEnds:
     """The ends for one batch of evaluation data and one measure."""
 
-    def __init__(self, computer: Computer, number: int, piece: Microbatch, named: tuple[str, Metric]) -> None:
+    def __init__(
+        self,
+        computer: Computer,
+        number: int,
+        piece: Microbatch,
+        named: tuple[str, Callable[[nn.Module, Any], Any]],
+    ) -> None:
         self._computer, self._piece = computer, piece
         self._seed = mix(computer.plan.seed, _EVALUATION, number)
         self._name, self._function = named
@@ -191,12 +196,12 @@ class MeasureEnds:
         with self._computer.precision():
             return input_of(self._function, batch, self._what)
 
-    def measured(self, output: Any) -> float:
-        """The measure of the last part's output, times the number of samples."""
+    def measured(self, output: Any) -> Any:
+        """What the function makes of the last part's output."""
         seed_all(self._seed)
         batch = self._computer.fetch(self._piece)
         model = StandIn(self._what, output)
         with self._computer.precision():
-            value = float(self._function(model, batch))
+            value = self._function(model, batch)
         model.require_call()
-        return value * self._piece.samples
+        return value

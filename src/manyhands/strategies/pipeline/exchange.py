@@ -26,6 +26,7 @@ from manyhands.engine.exchange import (
     WorkerPart,
 )
 from manyhands.engine.footprint import sizes_of
+from manyhands.engine.metric_states import MetricUpdates
 from manyhands.errors import UserError
 from manyhands.native.heap import keep_freed_memory
 from manyhands.places.local.status import State
@@ -147,15 +148,17 @@ class PipelineExchange(GridExchange):
         del model, alike
         if computer.task.evaluation is None:
             return None
-        functions = computer.measures()
+        functions, stateful = computer.measures(), computer.task.stateful_metrics
         totals = torch.zeros(len(functions) + 1, dtype=torch.float64)
+        updates = MetricUpdates(stateful, self.part.index, self.part.count)
+        measures = [*functions.items(), *((name, one.arguments) for name, one in stateful.items())]
         parts, number = self._holding.parts, 0
         for part in parts:
             part.train(False)
         self._post.begin(checked=False)
         with torch.no_grad():
             for piece in computer.evaluation_batches(self.part.index, self.part.count):
-                for column, measure in enumerate(functions.items()):
+                for column, measure in enumerate(measures):
                     ends = MeasureEnds(computer, number, piece, measure)
                     for part in parts:
                         place = number % _MOST_EVALUATIONS
@@ -163,7 +166,11 @@ class PipelineExchange(GridExchange):
                         with computer.precision():
                             output = part.forward(x, ends.begin)
                         if self._borders.is_last(part):
-                            totals[column] += ends.measured(output)
+                            value = ends.measured(output)
+                            if column < len(functions):
+                                totals[column] += float(value) * piece.samples
+                            else:
+                                updates.add(measure[0], value)
                         else:
                             self._borders.send_output(part, place, output)
                     self._post.flush()
@@ -173,7 +180,7 @@ class PipelineExchange(GridExchange):
             totals.zero_()
         for part in parts:
             part.train()
-        return computer.means(self.total(totals))
+        return computer.means(self.total(totals), updates.values(self.total, counts=self._counts))
 
     def agree(self, local: LocalStep) -> SharedStep:
         """Collective: sum gradients over replicas, then over stages that share a parameter; agree on the loss."""
