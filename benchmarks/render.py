@@ -279,7 +279,8 @@ def class_figures() -> str:
     """Accuracy and log loss of several classes beside LightGBM and scikit-learn."""
     found = load("classes")["rows"]
     cells = {
-        (row["work"], row["kind"], row["case"]): f"{row['accuracy']:.4f}, {row['log_loss']:.4f}" for row in found
+        (row["work"], row["kind"], row["case"]): f"{row['accuracy']:.4f}, {row['log_loss']:.4f}"
+        for row in found
     }
     cases = ("manyhands", "LightGBM", "scikit-learn")
     rows = [["accuracy, log loss", "", *cases]]
