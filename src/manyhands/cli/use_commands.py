@@ -48,7 +48,9 @@ class _PredictOptions(_Model):
     source: str = argument(..., "File as above; words for glove; - is stdin for logreg.", metavar="INPUT")
     out: Path | None = option(None, "Write to this file.", metavar="FILE", shown="stdout")
     file_format: str = option("auto", "Format of INPUT: picture, npy, idx, json, libsvm or vw.", "--format")
-    skip_bad: bool = option(False, "For logreg: skip invalid lines and count them.", "--skip-bad")
+    skip_bad: bool = option(
+        False, "Of gbdt, logreg and svd: skip invalid lines or rows and count them.", "--skip-bad"
+    )
     task: str | None = _task_option()
 
 
@@ -59,11 +61,11 @@ def predict_command(asked: _PredictOptions) -> None:
     - digits, mnist: a picture (PNG and others, with Pillow), npy array, idx file or JSON array of images; the class
       and its probability.
 
-    - logreg: examples, LIBSVM or Vowpal Wabbit, plain or gzip; the probability of the larger label.
+    - logreg: examples as a table (CSV, Parquet), LIBSVM or Vowpal Wabbit; the probability of the larger label.
 
-    - gbdt: rows of numbers, LIBSVM, npy or Parquet; the prediction, or the probability of the larger label.
+    - gbdt: rows as a table (CSV, Parquet), LIBSVM or npy; the prediction, or the probability of the larger label.
 
-    - svd: rows of numbers, LIBSVM, npy or Parquet; their coordinates along the components.
+    - svd: rows as a table (CSV, Parquet), LIBSVM or npy; their coordinates along the components.
 
     - line: a text with a number on each line; y for each.
 
@@ -97,6 +99,9 @@ def predict_command(asked: _PredictOptions) -> None:
         raise UserError(f"predictions cannot be written to {out or 'stdout'}: {error.strerror}") from error
     if predictor.left_out:
         print(f"manyhands: {predictor.left_out} bad lines of {source} were skipped", file=sys.stderr)
+    if predictor.new_texts:
+        new = f"{predictor.new_texts:,} values of {source} are categories that training did not have"
+        print(f"manyhands: {new}; they count as missing", file=sys.stderr)
     print(f"manyhands: {_serve_words(asked.run, asked.task)} answers the same over HTTP", file=sys.stderr)
 
 

@@ -15,12 +15,13 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.data.store.checkpoint import CheckpointStore, Loaded
 from manyhands.data.store.state_tree import restore_optimizer
 from manyhands.engine.buffers import make_alike, synchronize_batch_norms
-from manyhands.engine.clipping import clip
+from manyhands.engine.clipping import clip, logged
 from manyhands.engine.computing import Computer, TrainingPlan
 from manyhands.engine.desync_check import Agreement
 from manyhands.engine.exchange import Exchange, LocalStep, SentFor, SharedStep, Traffic
@@ -73,6 +74,7 @@ class Trainer:
         )
         self._clips = self._computer.task.clips
         self.model: nn.Module  # once `run` has built it
+        self._optimizer: Optimizer
         self._samples = 0
         self._agreed_step = 0  # after which all held the same parameters
         self._course = Course()
@@ -101,7 +103,7 @@ class Trainer:
         part = exchange.part
         if self._plan.buffers == SYNCHRONIZE and part.count > 1:
             synchronize_batch_norms(model, part.total_in_step or exchange.total, part.index, part.count)
-        self.model = model
+        self.model, self._optimizer = model, optimizer
         model.train()
         self._agreed_step = first
         called = cast(nn.Module, torch.compile(model)) if self._plan.compile else model
@@ -144,7 +146,7 @@ class Trainer:
         before = exchange.meter.traffic()
         weights = exchange.model_state(model)
         self.reporter.saving += exchange.meter.traffic() - before
-        return self._trained(step, stopped, weights)
+        return self._trained(step, stopped, self.reporter.chosen(weights))
 
     def _non_finite(self, step: int, *, is_first: bool) -> NonFinite:
         since = "" if is_first else f"the update of step {step - 1}"
@@ -214,7 +216,10 @@ class Trainer:
         shared = exchange.agree(local)
         agreed = time.monotonic_ns()
         times = meter.take_times()
+        facts: Mapping[str, Any] = {}
         if not shared.bad_workers:
+            if self._plan.log:
+                facts = logged(self._plan.log, exchange, self.model, self._optimizer)
             if self._clips:
                 clip(self._computer.task, exchange, self.model)
             exchange.apply()
@@ -245,13 +250,13 @@ class Trainer:
             book.exchange(end, sent, exchange.wire)
             book.posts(times.posts, exchange.wire)
         book.end(end, mine.samples, shared.loss if shared.settled else mine.loss)
-        self._add_row(step, (end - begin) / 1e9, shared)
+        self._add_row(step, (end - begin) / 1e9, shared, facts)
         return shared
 
-    def _add_row(self, step: int, seconds: float, shared: SharedStep) -> None:
+    def _add_row(self, step: int, seconds: float, shared: SharedStep, facts: Mapping[str, Any]) -> None:
         rounds = self._exchange.rounds
         self._samples += self._computer.batch_samples if rounds is None else rounds.step_samples()
-        facts = rounds.row_facts() if rounds is not None else {}
+        facts = {**facts, **(rounds.row_facts() if rounds is not None else {})}
         self._unsettled.append({"step": step + 1, "seconds": seconds, "at_s": self.reporter.seconds, **facts})
         if not shared.settled or shared.bad_workers:
             return

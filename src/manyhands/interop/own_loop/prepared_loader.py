@@ -27,11 +27,12 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from manyhands.data.batches import split
+from manyhands.engine.exchange import BatchPiece
 from manyhands.errors import UserError
 from manyhands.interop.own_loop.backward_rounds import Rounds
 from manyhands.interop.own_loop.readings import END, FILLERS, Draws, LoaderPart, Move, remade
 
-__all__ = ["prepare_loader"]
+__all__ = ["pieces_of", "prepare_loader"]
 
 _MARKED: Final = 4096  # bytes of a tensor that go into the mark of a batch, at each of its ends
 
@@ -89,7 +90,7 @@ class SharedStreamLoader(_GroupLoader):
             self._draws_here = loader.num_workers == 0
             if isinstance(loader.dataset, IterableDataset) and loader.batch_size is not None:
                 self._collates, size = True, loader.batch_size
-                collate = SharedCollate(loader.collate_fn, reader.rank, reader.world)
+                collate = SharedCollate(loader.collate_fn, reader.part.index, reader.part.count)
                 self._inner = remade(loader, batch_size=size, drop_last=loader.drop_last, collate_fn=collate)
 
     def __iter__(self) -> Iterator[Any]:
@@ -131,8 +132,8 @@ class SharedStreamLoader(_GroupLoader):
                     "loader = group.prepare(stream, split=False)",
                     stacklevel=3,
                 )
-            return BatchShare(batch, LoaderPart(share=1 / self._reader.world, mark=mark))
-        span = split(rows, self._reader.rank, self._reader.world)
+            return BatchShare(batch, LoaderPart(share=1 / self._reader.part.count, mark=mark))
+        span = split(rows, self._reader.part.index, self._reader.part.count)
         part = LoaderPart(share=len(span) / rows, samples=len(span), mark=mark)
         return BatchShare(narrowed(batch, span if span else range(min(rows, FILLERS))), part)
 
@@ -188,6 +189,14 @@ def narrowed(batch: Any, span: range) -> Any:
     return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
 
 
+def pieces_of(batch: Any, count: int) -> list[BatchPiece]:
+    """A batch in so many pieces, or in one for each of its rows, or in one where it has no common rows."""
+    rows = rows_of(batch)
+    spans = [span for number in range(count) if (span := split(rows, number, count))]
+    found = [BatchPiece(batch=narrowed(batch, span), weight=len(span) / rows) for span in spans]
+    return found or [BatchPiece(batch=batch)]
+
+
 def mark_of(batch: Any) -> int:
     """A checksum of (the ends of) what a batch holds, never 0; alike on all workers, or they do not read the same."""
     return _crc(batch, 0) or 1
@@ -220,6 +229,11 @@ def prepare_loader(
 ) -> SplitLoader | SharedStreamLoader | OwnStreamLoader:
     """The user's loader as a worker reads it, batches through `move`; without `to_split`, its own stream."""
     if not to_split:
+        if reader.part.count != reader.world:
+            raise UserError(
+                f"split=False: under this strategy {reader.world // reader.part.count} workers compute on the same "
+                "batch, so a worker cannot have a stream of its own; leave split=False out"
+            )
         return OwnStreamLoader(loader, reader, move)
     if not isinstance(loader, DataLoader):
         return SharedStreamLoader(loader, reader, move)
@@ -284,7 +298,7 @@ class _Shares:
         # Samplers draw their order when the first batch is asked for.
         batch = self._reader.in_worker_0s_order(lambda: next(batches, None), self._generators)
         while batch is not None:
-            span = split(len(batch), self._reader.rank, self._reader.world)
+            span = split(len(batch), self._reader.part.index, self._reader.part.count)
             mark = zlib.crc32(repr(list(batch)).encode()) or 1
             parts.append(LoaderPart(share=len(span) / len(batch), samples=len(span), mark=mark))
             yield batch[span.start : span.stop] if span else batch[:FILLERS]
