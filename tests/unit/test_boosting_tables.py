@@ -214,7 +214,7 @@ def test_parquet_files_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         ("t", [one, one], ["a", "b"]),
         ("twice", [one, one, one], ["label", "a", "a"]),
         ("label", [one], ["label"]),
-        ("words", [one, arrow.array(["x", "y", "z"])], ["label", "a"]),
+        ("times", [one, one.astype("datetime64[s]")], ["label", "a"]),
     ):
         parquet.write_table(arrow.table(columns, names=names), tmp_path / f"{name}.parquet")
     for name, label, message in (
@@ -222,7 +222,12 @@ def test_parquet_files_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         ("text", None, "is not a Parquet file that can be read"),
         ("twice", None, "has two columns of the same name"),
         ("label", None, "has 3 rows and 0 columns"),
-        ("words", None, "column 'a' is string, not a number"),
+        ("times", None, "column 'a' is timestamp.* neither numbers nor text"),
+        (
+            "t",
+            None,
+            "has no column called label, target or y; name the column of labels with --target: 'a', 'b'",
+        ),
         ("t", "c", "has no column 'c'"),
         ("t", "2", "has no column '2'"),
         ("t", "--1", "has no column '--1'"),

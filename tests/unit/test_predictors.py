@@ -393,11 +393,12 @@ def test_rows_are_projected_and_predicted(tmp_path: Path) -> None:
     assert boosted.answers(both) == boosted.answers(rows)
 
 
-def test_skip_bad_is_refused_where_lines_are_not_left_out_and_counted(tmp_path: Path) -> None:
+def test_lines_that_are_wrong_are_left_out_and_counted_where_asked(tmp_path: Path) -> None:
     (tmp_path / "rows").write_text("1 1:1\n1 1:x\n")
     for predictor in (trees(tmp_path), decomposition()):
-        with pytest.raises(UserError, match="--skip-bad is only for logreg; leave it out for this run"):
-            list(predictor.blocks(str(tmp_path / "rows"), ReadAs(skip_bad=True)))
+        (block,) = predictor.blocks(str(tmp_path / "rows"), ReadAs(skip_bad=True))
+        assert len(block) == 1
+        assert predictor.left_out == 1
     with pytest.raises(DataError, match=r"rows.*line 2"):
         list(trees(tmp_path).blocks(str(tmp_path / "rows"), ReadAs()))
 

@@ -48,7 +48,9 @@ class _PredictOptions(_Model):
     source: str = argument(..., "File as above; words for glove; - is stdin for logreg.", metavar="INPUT")
     out: Path | None = option(None, "Write to this file.", metavar="FILE", shown="stdout")
     file_format: str = option("auto", "Format of INPUT: picture, npy, idx, json, libsvm or vw.", "--format")
-    skip_bad: bool = option(False, "For logreg: skip invalid lines and count them.", "--skip-bad")
+    skip_bad: bool = option(
+        False, "Of gbdt, logreg and svd: skip invalid lines or rows and count them.", "--skip-bad"
+    )
     task: str | None = _task_option()
 
 
@@ -59,11 +61,11 @@ def predict_command(asked: _PredictOptions) -> None:
     - digits, mnist: a picture (PNG and others, with Pillow), npy array, idx file or JSON array of images; the class
       and its probability.
 
-    - logreg: examples, LIBSVM or Vowpal Wabbit, plain or gzip; the probability of the larger label.
+    - logreg: examples as a table (CSV, Parquet), LIBSVM or Vowpal Wabbit; the probability of the larger label.
 
-    - gbdt: rows of numbers, LIBSVM, npy or Parquet; the prediction, or the probability of the larger label.
+    - gbdt: rows as a table (CSV, Parquet), LIBSVM or npy; the prediction, or the probability of the larger label.
 
-    - svd: rows of numbers, LIBSVM, npy or Parquet; their coordinates along the components.
+    - svd: rows as a table (CSV, Parquet), LIBSVM or npy; their coordinates along the components.
 
     - line: a text with a number on each line; y for each.
 
@@ -97,6 +99,9 @@ def predict_command(asked: _PredictOptions) -> None:
         raise UserError(f"predictions cannot be written to {out or 'stdout'}: {error.strerror}") from error
     if predictor.left_out:
         print(f"manyhands: {predictor.left_out} bad lines of {source} were skipped", file=sys.stderr)
+    if predictor.new_texts:
+        new = f"{predictor.new_texts:,} values of {source} are categories that training did not have"
+        print(f"manyhands: {new}; they count as missing", file=sys.stderr)
     print(f"manyhands: {_serve_words(asked.run, asked.task)} answers the same over HTTP", file=sys.stderr)
 
 
@@ -211,7 +216,7 @@ def _print_cost(export: Export) -> None:
 
 @dataclass(frozen=True)
 class _ServeOptions(_Model):
-    workers: int = option(2, "Processes, each with a copy of the model.")
+    workers: int = option(2, "Processes, each with a copy of the model, or groups of them by --strategy.")
     batch: int = option(64, "Largest batch of inputs computed together.")
     wait: float = option(2.0, "Milliseconds a request waits for others to fill a batch.")
     deadline: float = option(30.0, "Seconds until an unanswered request gets a 503.")
@@ -223,6 +228,11 @@ class _ServeOptions(_Model):
     names: str = option("", "Further host names that clients use, separated by commas.", shown=False)
     token: str | None = option(None, "Token that clients send.", envvar="MANYHANDS_TOKEN", shown="a new one")
     task: str | None = _task_option()
+    strategy: str | None = option(
+        None,
+        "Cut the model over the processes of each worker: 'pipeline stages=2' or 'tensor slices=2'.",
+        shown="whole",
+    )
 
 
 @from_options
@@ -233,9 +243,11 @@ def serve_command(asked: _ServeOptions) -> None:
     """
     from manyhands.places.local.signals import ending
     from manyhands.serving.batching import BatchLimits
+    from manyhands.serving.model_parts import cut_predictor
     from manyhands.serving.model_server import ModelServer, ServeOptions
     from manyhands.serving.opening import open_predictor
     from manyhands.serving.page_app import require_web
+    from manyhands.strategy import Strategy
 
     require_web()
     batches = BatchLimits(batch=asked.batch, wait_s=asked.wait / 1e3, deadline_s=asked.deadline)
@@ -251,6 +263,8 @@ def serve_command(asked: _ServeOptions) -> None:
     predictor = open_predictor(asked.run, _own_task(asked.task))
     predictor.check_precision(asked.precision)
     predictor.precision = asked.precision
+    if asked.strategy is not None:
+        cut_predictor(predictor, Strategy.parse(asked.strategy))
     try:
         with ending(), ModelServer(predictor, str(asked.run), options) as server:
             _announce(server, predictor, asked)

@@ -6,7 +6,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from manyhands.errors import UserError
-from manyhands.facts import IN_STEP, Facts, ModelFootprint, Split, Stepping, Truth, WorkerMemory
+from manyhands.facts import (
+    CUT_ON_ONE_HOST,
+    IN_STEP,
+    Facts,
+    ModelFootprint,
+    Split,
+    Stepping,
+    Truth,
+    WorkerMemory,
+)
 from manyhands.strategies.common.grid.grid_layout import Grid, require_multiple
 from manyhands.strategy import Strategy, check_link, integer, link_setting, setting
 
@@ -82,6 +91,7 @@ class Tensor(Strategy):
             straggler_advice="every layer waits for the slowest of its slices; use workers of equal speed",
             cannot_compile=f"torch.compile needs a complete model, and under `{self.word}` no worker has one",
             cannot_cross_hosts="",
+            cannot_loop_across_hosts=CUT_ON_ONE_HOST,
             refused_buffers={
                 "synchronize": "its slices compute on the same samples, and replicas of slices do not sum inside "
                 "a layer"

@@ -28,25 +28,21 @@ _SHOWN = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Table(GbdtOptions):
+class _Table(seam.TableOptions, GbdtOptions):
     train: str = option(
         "breast-cancer",
-        "rows as LIBSVM or Vowpal Wabbit text, plain or gzip, .npy or .parquet; or a built-in set: breast-cancer, "
+        "rows as CSV, LIBSVM or Vowpal Wabbit text, plain or gzip, .npy or .parquet; or a built-in set: breast-cancer, "
         "diabetes",
         metavar="FILE",
     )
-    label: str | None = option(
-        None,
-        "label column of npy and Parquet files: a number from 0, or a name",
-        shown="column 0; label, target or y",
-    )
-    categorical: str | None = option(None, "categorical columns, by number or name: 3,7", metavar="COLUMNS")
+    target: str | None = seam.target_option()
 
     def source(self, path: str) -> RowSource:
         from manyhands.data.row_files import Reading
         from manyhands.workloads.gbdt.row_sources import open_source
 
-        return open_source(path, Reading(threads=len(os.sched_getaffinity(0))), self.label)
+        reading = Reading(threads=len(os.sched_getaffinity(0)), skip_bad=self.skip_bad)
+        return open_source(path, reading, self.target, table=self.table_reading())
 
     def table(
         self, valid: str | None = None, fraction: float | None = None, start: Any = None
@@ -61,7 +57,7 @@ class _Table(GbdtOptions):
             train=self.source(self.train),
             valid=self.source(valid) if valid is not None else None,
             valid_fraction=fraction,
-            categorical=tuple(one.strip() for one in self.categorical.split(",")) if self.categorical else (),
+            categorical=seam.listed(self.categorical),
             start=None if start is None else read_model(start),
         )
 
@@ -129,6 +125,7 @@ def _train(asked: _TrainGbdt, keep: Keeping, bars: Bars) -> TrainEnd:
     return TrainEnd(
         summary=summary,
         shown=_shown(summary),
+        notes=[f"{num_of(result.bad_rows, 'bad row')} of {asked.train} left out"] if result.bad_rows else [],
         interrupted=f"the model has {summary['trees']} of {asked.trees} trees" * result.interrupted,
         next={"predict rows": predict},
     )

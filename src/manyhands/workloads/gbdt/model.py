@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from manyhands.data.row_files import Rows
+from manyhands.data.table_encoding import TableEncoding, unnamed
 from manyhands.errors import DataError, UserError
 from manyhands.workloads.gbdt import bin_kernels
 from manyhands.workloads.gbdt.bin_table import Holdout
 from manyhands.workloads.gbdt.binning import BinTable, FeatureBins
 from manyhands.workloads.gbdt.growing import GrownTree, tree_of
 from manyhands.workloads.gbdt.options import GbdtOptions
-from manyhands.workloads.gbdt.row_sources import RowBlock, RowSource, unnamed
+from manyhands.workloads.gbdt.row_sources import RowBlock, RowSource
 from manyhands.workloads.gbdt.split_kernels import CATEGORICAL, DEFAULT_LEFT
 from manyhands.workloads.logreg.labels import NO_LABELS, PAIRS, Labels, measure, softmax
 
@@ -134,6 +135,7 @@ class GbdtModel:
     parameters: Mapping[str, Any] = field(default_factory=dict)  # what it was trained with; for a reader only
     label_index: int = 0
     """Which column of the table had the labels: in rows to predict that have one column more, it is left out."""
+    encoding: TableEncoding | None = None  # which texts the categories of columns stand for, where they do
     labels: Labels = NO_LABELS
     """The label of each class, where there are several, or where two are not such as 0 and 1."""
 
@@ -251,7 +253,7 @@ def measure_model(model: GbdtModel, source: RowSource, holdout: Holdout | None =
 
     On all rows, or on those that are held out; `quality` is what the page of a run shows of it.
     """
-    source, scores, labels, weights = source.for_names(model.names), [], [], []
+    source, scores, labels, weights = source.for_names(model.names, model.encoding), [], [], []
     on = "test rows" if holdout is None else "rows held out"
     for block in source.blocks() if holdout is None else holdout.only(source.blocks(), held=True):
         if block.labels is None:

@@ -8,9 +8,11 @@ LightGBM's documentation and by the files that it writes itself: `lightgbm.Boost
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,12 +21,14 @@ from numpy.typing import NDArray
 
 from manyhands.data.row_files import FORMATS, Reading
 from manyhands.data.store.atomic import write_atomically
+from manyhands.data.table_encoding import TableEncoding
+from manyhands.data.table_files import TableReading
 from manyhands.errors import DataError, UserError
 from manyhands.workloads.exporting import Export, ExportAsked
 from manyhands.workloads.gbdt.model import LINKS, DecisionTree, GbdtModel
 from manyhands.workloads.gbdt.row_sources import RowBlock, open_source
 from manyhands.workloads.logreg.labels import MOST_CLASSES, NO_LABELS, Labels
-from manyhands.workloads.predictor import Predictor, ReadAs, table_of
+from manyhands.workloads.predictor import Predictor, ReadAs, encoded_inputs, table_of
 
 __all__ = [
     "MODEL_TEXT",
@@ -38,6 +42,7 @@ __all__ = [
 ]
 
 MODEL_TEXT = "model.txt"
+_COLUMNS = "table_columns:"
 _LABELS = "class_labels:"
 _MOST_BYTES = 1 << 30
 _PART_BYTES = 1 << 20
@@ -86,10 +91,14 @@ def render_model(model: GbdtModel) -> str:
     order = np.argsort(-counts, kind="stable")
     importances = "".join(f"{model.names[at]}={counts[at]}\n" for at in order if counts[at])
     parameters = "".join(f"[{name}: {value}]\n" for name, value in model.parameters.items())
-    labels = f"{_LABELS}{model.labels}\n" if model.labels else ""
+    own = f"{_LABELS}{model.labels}\n" if model.labels else ""
+    texts = "null"
+    if model.encoding is not None:  # once for us, and once as LightGBM takes columns of categories of pandas
+        own += f"{_COLUMNS}{replace(model.encoding, classes=()).to_json()}\n"
+        texts = json.dumps(list(model.encoding.categories.values()))
     return (
         f"tree\n{lines}\n{''.join(trees)}end of trees\n\nfeature_importances:\n{importances}\n"
-        f"parameters:\n{parameters}\nend of parameters\n\n{labels}pandas_categorical:null\n"
+        f"parameters:\n{parameters}\nend of parameters\n\n{own}pandas_categorical:{texts}\n"
     )
 
 
@@ -130,6 +139,7 @@ def parse_model(content: bytes | bytearray, where: str) -> GbdtModel:
         body, end, after = text.partition("end of trees")
         if not end:
             raise _Wrong("the words `end of trees` are missing, so it was cut short")
+        after = "\n".join(after.splitlines())
         head, *parts = body.split("\nTree=")
         lines = head.splitlines()[1:]
         if "average_output" in lines:  # a word of its own, without a value
@@ -138,6 +148,7 @@ def parse_model(content: bytes | bytearray, where: str) -> GbdtModel:
         names, objective, label_index = _checked_header(header)
         labels = _labels(header, objective, after)
         trees = tuple(_tree(number, part, len(names)) for number, part in enumerate(parts))
+        encoding = _encoding(after, len(names))
         if len(trees) % int(header.get("num_class", 1)):
             raise _Wrong(f"it has {len(trees)} trees, which {header['num_class']} classes cannot share")
         sizes = header.get("tree_sizes")
@@ -154,8 +165,9 @@ def parse_model(content: bytes | bytearray, where: str) -> GbdtModel:
         objective=objective,
         names=names,
         infos=infos if len(infos) == len(names) else ("none",) * len(names),
-        parameters=dict(re.findall(r"(?m)^\[(.*?): (.*)\]$", "\n".join(after.splitlines()))),
+        parameters=dict(re.findall(r"(?m)^\[(.*?): (.*)\]$", after)),
         label_index=label_index,
+        encoding=encoding,
         labels=labels,
     )
 
@@ -173,7 +185,7 @@ def _labels(header: Mapping[str, str], objective: str, after: str) -> Labels:
         count = int(classes[0]) if classes[0].isdecimal() and len(classes[0]) < 6 else 0
         if not 2 <= count <= MOST_CLASSES:
             raise _Wrong(f"num_class is {classes[0][:20]!r}; it must be from 2 to {MOST_CLASSES}")
-    given = re.search(rf"(?m)^{_LABELS}(.*)$", "\n".join(after.splitlines()))
+    given = re.search(rf"(?m)^{_LABELS}(.*)$", after)
     if given is None:
         return Labels(*map(float, range(count))) if wanted else NO_LABELS
     try:
@@ -182,6 +194,20 @@ def _labels(header: Mapping[str, str], objective: str, after: str) -> Labels:
         raise _Wrong(str(error)) from error
     if len(found) != count or not (wanted or LINKS[word] == "sigmoid"):
         raise _Wrong(f"it names {len(found)} labels, but its objective is {objective!r}")
+    return found
+
+
+def _encoding(after: str, columns: int) -> TableEncoding | None:
+    """How texts become categories, as a line after the parameters has it."""
+    given = re.search(rf"(?m)^{_COLUMNS}(.*)$", after)
+    if given is None:
+        return None
+    try:
+        found = TableEncoding.from_json(given[1])
+    except (ValueError, RecursionError) as error:
+        raise _Wrong(str(error)) from error
+    if len(found.names) != columns:
+        raise _Wrong(f"it describes {len(found.names)} columns, but has {columns} features")
     return found
 
 
@@ -292,14 +318,19 @@ class GbdtPredictor(Predictor[RowBlock]):
 
     model: GbdtModel
 
-    def blocks(self, source: str, read_as: ReadAs) -> Iterator[RowBlock]:
-        """All rows of a LIBSVM, npy or Parquet file, or of a data set inside scikit-learn, without labels."""
-        self.check_read_as(read_as)
-        model, reading = self.model, Reading(format=read_as.format, threads=read_as.threads)
-        for block in open_source(source, reading, labelled=False).for_names(model.names).blocks():
+    def blocks(self, source: Any, read_as: ReadAs) -> Iterator[RowBlock]:
+        """All rows of a file, a DataFrame, or a data set inside scikit-learn, without labels."""
+        self.check_format(read_as)
+        model, skip = self.model, read_as.skip_bad
+        reading = Reading(format=read_as.format, threads=read_as.threads, skip_bad=skip)
+        rows = open_source(source, reading, labelled=False, table=TableReading(skip_bad=skip))
+        rows = rows.for_names(model.names, model.encoding)
+        for block in rows.blocks():
             yield block.for_columns(model.columns, model.label_index)
+        self.left_out, self.new_texts = rows.left_out, rows.new_texts
 
     def inputs(self, values: Sequence[Any]) -> RowBlock:
+        values = encoded_inputs(self.model.encoding, values)
         return RowBlock(labels=None, dense=table_of(values, self.model.columns, self.takes, missing=True))
 
     def together(self, parts: Sequence[RowBlock]) -> RowBlock:
@@ -316,7 +347,7 @@ class GbdtPredictor(Predictor[RowBlock]):
 
     @property
     def example(self) -> Any:
-        return [0] * self.model.columns
+        return [0] * self.model.columns if self.model.encoding is None else self.model.encoding.example
 
 
 def open_gbdt(path: Path) -> GbdtPredictor:

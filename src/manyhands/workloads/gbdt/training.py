@@ -68,6 +68,7 @@ class GbdtResult(CompiledResult):
     objective: str
     rows: int
     valid_rows: int
+    bad_rows: int  # rows to train on that were wrong and left out
     trees_grown: int  # in this training; of several classes, for each
     trees_kept: int  # fewer, where early stopping looked further than the best
     train_losses: list[float]  # the mean before each tree
@@ -138,13 +139,14 @@ class _FirstPass:
         holdout, source = Holdout(fraction=table.valid_fraction, seed=options.seed), table.train
         _names(table)  # which may be rejected
         if table.start is not None:
-            source = source.for_names(table.start.names)
+            source = source.for_names(table.start.names, table.start.encoding)
         sample, where = sample_rows(source, holdout, options.seed, on_rows), source.name
+        table.train.left_out = source.left_out
         if holdout.fraction and not sample.held_weights.any():
             raise DataError(f"{where}: no held-out row has a positive weight; use a larger valid_fraction")
         if table.start is not None:
             sample, options = _continued(table.start, sample, options)
-        categorical = _columns(table.categorical, source.names, sample.columns)
+        categorical = _columns(table.categorical, source, sample.columns)
         self.bins = sample.bins(options.max_bin, categorical, where, threads)
         known = table.start.labels if table.start is not None else NO_LABELS
         seen = np.unique(np.concatenate([sample.labels, sample.held_labels]))
@@ -175,7 +177,7 @@ class _FirstPass:
         source, sample = self.source, self.sample
         labels, weights = sample.held_labels, sample.held_weights
         if valid is not None:
-            source = valid.for_names(source.names)
+            source = valid.for_names(source.names, source.encoding)
             held = sample_rows(source, Holdout(), self.options.seed)
             if held.columns != sample.columns and held.blocks[0].dense is not None:
                 own = f"{self.source.name} {sample.columns}"
@@ -227,11 +229,13 @@ def _result(
             model,
             trees=earlier + model.trees,
             label_index=table.train.label_index,
+            encoding=table.start.encoding if table.start is not None else table.train.encoding,
             parameters=_parameters(options, best, task.classes),
         ),
         objective=options.objective,
         rows=task.train.rows,
         valid_rows=task.valid.rows if task.valid is not None else 0,
+        bad_rows=table.train.left_out,
         trees_grown=grown,
         trees_kept=best,
         train_losses=[row["loss"] for row in trained.rows if "loss" in row],
@@ -260,8 +264,12 @@ def _parameters(options: GbdtOptions, rounds: int, classes: int) -> dict[str, An
     }
 
 
-def _columns(asked: Sequence[str], names: Sequence[str] | None, columns: int) -> frozenset[int]:
-    found = set()
+def _columns(asked: Sequence[str], source: RowSource, columns: int) -> frozenset[int]:
+    """Which columns hold categories: those asked for, and those of text."""
+    names, encoding = source.names, source.encoding
+    found = (
+        {at for at, name in enumerate(encoding.names) if name in encoding.categories} if encoding else set()
+    )
     for one in asked:
         if names is not None and one in names:
             found.add(list(names).index(one))

@@ -21,13 +21,23 @@ from torch import Tensor
 from manyhands.data.row_files import FORMATS, Reading, RowFile, Rows, RowText
 from manyhands.data.store.atomic import write_atomically
 from manyhands.data.store.tensorfile import check_precision, encode_tensors, narrow, widen
+from manyhands.data.table_encoding import TableEncoding
+from manyhands.data.table_files import TableReading
 from manyhands.errors import DataError, UserError
 from manyhands.workloads.exporting import Export, ExportAsked, read_model_file
 from manyhands.workloads.logreg import logreg_kernels
+from manyhands.workloads.logreg.example_tables import ExampleTable, open_examples
 from manyhands.workloads.logreg.labels import Labels, Metrics, measure, softmax
-from manyhands.workloads.predictor import Predictor, ReadAs
+from manyhands.workloads.predictor import Predictor, ReadAs, encoded_inputs, table_of
 
-__all__ = ["MODEL_FILE", "LogregModel", "LogregPredictor", "export_logreg", "open_logreg"]
+__all__ = [
+    "MODEL_FILE",
+    "LogregModel",
+    "LogregPredictor",
+    "TableRowPredictor",
+    "export_logreg",
+    "open_logreg",
+]
 
 MODEL_FILE = "model.safetensors"
 _FORMAT = "manyhands.logreg.1"
@@ -41,6 +51,7 @@ class LogregModel:
     labels: Labels
     bits: int | None = None
     hash: str = "numbers"
+    encoding: TableEncoding | None = None  # of a table: how its columns become features
 
     @property
     def weight(self) -> NDArray[np.float32]:
@@ -64,8 +75,11 @@ class LogregModel:
         margins = self.margins(rows)
         return softmax(margins) if margins.ndim == 2 else np.exp(-np.logaddexp(0.0, -margins))
 
-    def file(self, path: Path | str, reading: Reading | None = None) -> RowFile:
-        return RowFile(path, replace(reading or Reading(), bits=self.bits, hash=self.hash))
+    def file(self, data: Any, reading: Reading | None = None, *, labelled: bool = True) -> RowFile:
+        """Examples for this model: those of a file, or of a DataFrame where it was trained on a table."""
+        reading = replace(reading or Reading(), bits=self.bits, hash=self.hash)
+        label = self.encoding.label if self.encoding is not None and labelled else None
+        return open_examples(data, reading, TableReading(label=label, labelled=labelled), self.encoding)
 
     def evaluate(self, file: RowFile, on_examples: Callable[[int], None] | None = None) -> Metrics:
         """Predict every example of a file and compare with its label; what is kept is a few numbers for each."""
@@ -83,6 +97,8 @@ class LogregModel:
     def save(self, path: Path, precision: str = "fp32") -> None:
         """Write the file, whole or not at all; in fewer bits where wanted, see `data.store.tensorfile`."""
         header = {"labels": str(self.labels), "bits": str(self.bits or ""), "hash": self.hash}
+        if self.encoding is not None:
+            header["columns"] = replace(self.encoding, classes=()).to_json()
         tensors = narrow(self._tensors, precision)
         write_atomically(path, encode_tensors(tensors, {"format": _FORMAT, **header}))
 
@@ -120,7 +136,10 @@ def _from_parts(header: dict[str, str], written: dict[str, Tensor]) -> LogregMod
     if reading.bits is not None and weight.shape[-1] != 1 << reading.bits:
         raise ValueError(f"it has {weight.shape[-1]} weights for {reading.bits} bits")
     table = _joined(weight, bias)
-    return LogregModel(table=table, labels=labels, bits=reading.bits, hash=reading.hash)
+    encoding = TableEncoding.from_json(header["columns"]) if "columns" in header else None
+    if encoding is not None and encoding.firsts[-1] < weight.shape[-1]:
+        raise ValueError(f"it has {weight.shape[-1]} weights for {encoding.firsts[-1]} features")
+    return LogregModel(table=table, labels=labels, bits=reading.bits, hash=reading.hash, encoding=encoding)
 
 
 def _joined(weight: NDArray[np.float32], bias: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -135,11 +154,12 @@ class LogregPredictor(Predictor[Rows]):
 
     model: LogregModel
 
-    def blocks(self, source: str, read_as: ReadAs) -> Iterator[Rows]:
+    def blocks(self, source: Any, read_as: ReadAs) -> Iterator[Rows]:
         reading = Reading(format=read_as.format, skip_bad=read_as.skip_bad, threads=read_as.threads)
-        file = self.model.file(source, reading)
+        file = self.model.file(source, reading, labelled=False)
         yield from file.blocks()
         self.left_out = file.bad_lines
+        self.new_texts = file.new_texts if isinstance(file, ExampleTable) else 0
 
     def inputs(self, values: Sequence[Any]) -> Rows:
         for number, value in enumerate(values):
@@ -177,8 +197,26 @@ class LogregPredictor(Predictor[Rows]):
         return "0 1:1 3:0.5"
 
 
+class TableRowPredictor(LogregPredictor):
+    """The same of a model that was trained on a table: JSON inputs are rows, not lines."""
+
+    takes: ClassVar[str] = "an array of numbers or texts, one for each column; null where one is missing"
+
+    def inputs(self, values: Sequence[Any]) -> Rows:
+        encoding = self.model.encoding
+        assert encoding is not None, "it was trained on a table"
+        table = table_of(encoded_inputs(encoding, values), len(encoding.names), self.takes, missing=True)
+        return encoding.sparse(table, None)
+
+    @property
+    def example(self) -> Any:
+        assert self.model.encoding is not None, "it was trained on a table"
+        return self.model.encoding.example
+
+
 def open_logreg(path: Path) -> LogregPredictor:
-    return LogregPredictor(LogregModel.load(path))
+    model = LogregModel.load(path)
+    return LogregPredictor(model) if model.encoding is None else TableRowPredictor(model)
 
 
 def export_logreg(asked: ExportAsked) -> Export:
