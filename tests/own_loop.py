@@ -79,6 +79,12 @@ class Nobody:
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         return value.detach()
 
+    def step(self, batch: Any, loss: Callable[[nn.Module, Any], torch.Tensor]) -> torch.Tensor:
+        value = loss(self._model, batch)
+        if value.requires_grad:
+            value.backward()  # type: ignore[no-untyped-call]
+        return value.detach()
+
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """A copy of all that the model holds, which outlives the group."""

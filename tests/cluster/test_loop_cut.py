@@ -280,3 +280,105 @@ def test_slices_share_a_batch_so_gathered_rows_are_those_of_the_batch() -> None:
 
     for rows in on_workers(4, body, strategy="tensor slices=2"):
         assert torch.equal(rows, regression().tensors[0])
+
+
+PIPELINES = (
+    ("pipeline", 2),
+    ("pipeline schedule=gpipe microbatches=3", 4),
+    ("pipeline stages=3 schedule=zb-h1", 3),
+    ("pipeline tensor=2 cuts=1", 4),
+)
+
+
+def squared(model: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def by_steps(group: Any) -> dict[str, torch.Tensor]:
+    """One call in place of two lines, with accumulation, clipping, a schedule, an evaluation and a resume inside."""
+    model, optimizer, scheduler = made()
+    model, optimizer, loader = group.prepare(model, optimizer, shuffled(regression()))
+    states: Any = None
+    for epoch in range(3):
+        for number, batch in enumerate(loader):
+            with group.no_sync() if number % 2 == 0 else nullcontext():
+                group.step(batch, squared)
+            if number % 2:
+                group.clip_grad_norm_(0.3)
+                optimizer.step()
+                optimizer.zero_grad()
+        scheduler.step()
+        if epoch == 0:
+            states = deepcopy((model.state_dict(), optimizer.state_dict(), scheduler.state_dict()))
+    model.load_state_dict(states[0])
+    optimizer.load_state_dict(states[1])
+    scheduler.load_state_dict(states[2])
+    model.eval()
+    with torch.no_grad():
+        losses = torch.stack([group.step(batch, squared) for batch in loader])
+    model.train()
+    for batch in loader:
+        group.step(batch, squared)
+        group.step(batch, squared)  # both are exchanged, and add up
+        optimizer.step()
+        optimizer.zero_grad()
+    return {**weights(model), "losses": losses}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world"), [*PIPELINES, *CUT, ("mirrored", 3), ("allreduce", 2)], ids=lambda one: str(one)
+)
+def test_one_call_in_place_of_two_lines_is_the_same_everywhere(strategy: str, world: int) -> None:
+    require_equal(by_steps, world, strategy)
+
+
+def test_nobody_can_call_a_model_that_is_cut_into_stages() -> None:
+    def call(group: WorkerGroup) -> None:
+        model, optimizer, _ = made()
+        model, optimizer, loader = group.prepare(model, optimizer, shuffled(regression()))
+        for x, _ in loader:
+            model(x)
+
+    found = on_workers(2, call, strategy="pipeline", errors=True)
+    assert all("give a batch and a function loss(model, batch) to group.step" in str(one) for one in found)
+
+
+@pytest.mark.parametrize(("strategy", "world"), PIPELINES[:2])
+def test_stages_are_saved_whole_and_are_a_plain_model_after_the_group(
+    strategy: str, world: int, tmp_path: Path
+) -> None:
+    models: list[nn.Module] = []
+
+    def body(group: Any) -> dict[str, torch.Tensor]:
+        model, optimizer, _ = made()
+        models.append(model)
+        model, optimizer, loader = group.prepare(model, optimizer, shuffled(regression()))
+        if group.load(tmp_path) is None:
+            for batch in loader:
+                group.step(batch, squared)
+                optimizer.step()
+                optimizer.zero_grad()
+            group.save(tmp_path, step=4)
+        return weights(model)
+
+    [alone] = on_workers(1, body)
+    found = on_workers(world, body, strategy=strategy)
+    assert all(same_bits(one, alone) for one in found), "the checkpoint of one process, cut and whole again"
+    assert all(same_bits(weights(model), alone) for model in models)
+    (x, _), expected = regression().tensors, mlp()
+    expected.load_state_dict(alone)
+    assert all(torch.equal(model(x), expected(x)) for model in models)
+
+
+def test_a_batch_that_only_one_stage_steps_names_the_stage_that_waits() -> None:
+    def body(group: WorkerGroup) -> None:
+        model, optimizer, _ = made()
+        model, optimizer, loader = group.prepare(model, optimizer, shuffled(regression()))
+        batch = next(iter(loader))
+        if group.is_main:
+            group.step(batch, squared)
+
+    found = on_workers(2, body, strategy="pipeline", errors=True, timeout_s=2.0)
+    assert any("stage 1" in str(one) or "worker 1" in str(one) or "rank 1" in str(one) for one in found), (
+        found
+    )

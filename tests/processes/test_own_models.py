@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import http.client
 import json
-import os
-import signal
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,65 +14,17 @@ import manyhands as mh
 import own_models
 from commands import run_command
 from fleet import Fleet
+from manyhands.lab.bench.inference import run_bench
 from manyhands.serving.batching import BatchLimits
 from manyhands.serving.model_server import ModelServer, ServeOptions
 from manyhands.serving.opening import open_predictor
 from manyhands.task import Task
+from served_load import asked, connected, under_load
 
 pytestmark = pytest.mark.timeout(150)
 
 HERE = Path(own_models.__file__)
-REQUESTS, CLIENTS = 240, 12
-
-
-def asked(server: ModelServer, values: list[Any], connection: http.client.HTTPConnection) -> tuple[int, Any]:
-    headers = {"Authorization": f"Bearer {server.token}"}
-    connection.request("POST", "/predict", json.dumps({"inputs": values}), headers)
-    answer = connection.getresponse()
-    return answer.status, json.loads(answer.read())
-
-
-def connected(server: ModelServer) -> http.client.HTTPConnection:
-    return http.client.HTTPConnection(server.address.removeprefix("http://"), timeout=60)
-
-
-def under_load(server: ModelServer, values: list[Any], kills: int) -> list[Any]:
-    """The answer to each value, asked for by many clients at once while workers are killed now and then."""
-    answers: dict[int, Any] = {}
-    failures: list[BaseException] = []
-
-    def ask_some(first: int) -> None:
-        connection = connected(server)
-        try:
-            for number in range(first, len(values), CLIENTS):
-                status, said = asked(server, [values[number]], connection)
-                assert status == 200, said
-                (answers[number],) = said["answers"]
-        except BaseException as failure:
-            failures.append(failure)
-        finally:
-            connection.close()
-
-    clients = [threading.Thread(target=ask_some, args=(first,)) for first in range(CLIENTS)]
-    for client in clients:
-        client.start()
-    for kill in range(1, kills + 1):
-        until = time.monotonic() + 60
-        due = len(values) * kill // (kills + 2)
-        while len(answers) < due or len(ready(server)) < 2:
-            assert time.monotonic() < until, f"{len(answers)} answers"
-            assert not failures, failures
-            time.sleep(0.002)
-        os.kill(ready(server)[0], signal.SIGKILL)
-    for client in clients:
-        client.join(90)
-    assert failures == []
-    assert server.view().deaths == kills
-    return [answers[number] for number in range(len(values))]
-
-
-def ready(server: ModelServer) -> list[int]:
-    return [one.pid for one in server.view().workers if one.state != "starting"]
+REQUESTS = 240
 
 
 @pytest.mark.parametrize(
@@ -167,3 +114,15 @@ def test_an_own_cnn_on_three_devices_over_https(
     words = ("predict", fleet.device_state(1), tmp_path / "image.npy", "--task", named)
     assert run_command(monkeypatch, *words) == 0
     assert [len(json.loads(line)) for line in capsys.readouterr().out.splitlines()] == [2, 2]
+
+
+def test_speed_is_measured_of_an_own_model_too() -> None:
+    result = run_bench([f"{HERE}:transformer"], ["fp32", "bf16"], [1, 4], [1], seconds=0.05)
+    assert [(row["precision"], row["batch"]) for row in result["rows"]] == [
+        ("fp32", 1),
+        ("bf16", 1),
+        ("fp32", 4),
+        ("bf16", 4),
+    ]
+    assert all(row["inputs_per_s"] > 0 for row in result["rows"])
+    assert result["rows"][0]["agreement"] == 1.0

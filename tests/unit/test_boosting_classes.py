@@ -84,7 +84,7 @@ def test_digits_are_learned_as_well_as_by_lightgbm_and_scikit_learn() -> None:
     third = other.predict_proba(values[test])
     assert accuracy_score(labels[test], ours.argmax(1)) > accuracy_score(labels[test], peer.argmax(1)) - 0.01
     assert log_loss(labels[test], ours) == pytest.approx(log_loss(labels[test], peer), abs=0.02)
-    # Without the factor K / (K - 1) its steps are larger: behind, until it fits too closely.
+    # Without the factor K / (K - 1) its steps are larger, and after few rounds it is ahead.
     assert log_loss(labels[test], ours) == pytest.approx(log_loss(labels[test], third), abs=0.06)
 
 

@@ -10,6 +10,7 @@ methods of `Exchange`; what only some can do is a capability, a small value that
     parts     the gradient, where a worker holds parts of it
     kept      what a resumed run needs besides model and optimizer
     cut       the model, where a worker of a caller's own loop holds a part of it
+    runner    forward and backward of a caller's own batch, where nobody can call the model
     average   parameters that are synchronized after some steps, not after each
     members   workers that come and go
     rounds    steps that are rounds of clients
@@ -40,6 +41,8 @@ from manyhands.transport.liveness import Alarm
 
 __all__ = [
     "NO_GRADIENT",
+    "BatchPiece",
+    "BatchRunner",
     "CutModel",
     "Exchange",
     "ExchangeState",
@@ -260,6 +263,24 @@ class CutModel:
     arrive: Callable[[], None] = lambda: None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchPiece:
+    """A part of a caller's batch, which weighs `weight` of it."""
+
+    batch: Any
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchRunner:
+    """Where workers compute a batch together by a schedule, so that the model cannot be called."""
+
+    pieces: int  # into how many a batch is cut, if it has so many samples
+    # Collective: forward and, where gradients are enabled, backward of `loss(model, batch)`; the mean loss of this
+    # worker's share of the batch, 0 on a worker that does not speak for it
+    run: Callable[[Sequence[BatchPiece], Callable[[Any, Any], torch.Tensor]], float]
+
+
 class ChangingWorkers(Protocol):
     """Where workers join and leave; since worker 0 may be lost, each keeps what worker 0 alone reports."""
 
@@ -351,6 +372,7 @@ class Exchange(ABC):
     parts: GradientParts | None = None
     kept: ExchangeState | None = None
     cut: CutModel | None = None  # set by `attach`
+    runner: BatchRunner | None = None  # set by `attach`
     # Collective when due: after the optimizer's step, synchronize the parameters; returns whether it was due. With
     # True, at the end of a caller's loop, it is due if any step was taken since the last synchronization.
     average: Callable[[bool], bool] | None = None

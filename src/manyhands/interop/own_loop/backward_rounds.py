@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from manyhands.data.store.state_tree import restore_optimizer
 from manyhands.engine.clipping import clip_norm
 from manyhands.engine.desync_check import Agreement
-from manyhands.engine.exchange import Exchange, LocalStep, PeerTraffic, Traffic
+from manyhands.engine.exchange import BatchPiece, Exchange, LocalStep, PeerTraffic, Traffic
 from manyhands.engine.reporting import StepBook, WorkerContext
 from manyhands.errors import UserError
 from manyhands.interop.own_loop.readings import Draws, Readings
@@ -228,6 +228,19 @@ class Rounds:
             finally:
                 self._holding -= 1
 
+    def run(self, pieces: Sequence[BatchPiece], loss: Callable[[Any, Any], torch.Tensor]) -> float:
+        """Collective: forward and backward of one batch by the strategy's runner; what that returns."""
+        model, runner = self.require_model(), self.exchange.runner
+        assert runner is not None, "or the script runs them"
+        self._on_forward(model, ())
+        exchanges = torch.is_grad_enabled() and not self._holding
+        if exchanges:
+            self._send_word()
+        value = runner.run(pieces, loss)
+        if exchanges:
+            self._end_round()
+        return value
+
     def clip(self, max_norm: float) -> float:
         """Scale the gradient to `max_norm`; the norm it had. Collective where the strategy holds it in parts."""
         model = self.require_model()
@@ -340,7 +353,8 @@ class Rounds:
         self.words.collective.close()
 
     def _watch_backward(self) -> None:
-        if self.exchange.hooks is not None:  # a lone worker has nothing to exchange
+        # A lone worker has nothing to exchange, and a runner says itself when it has computed.
+        if self.exchange.hooks is not None and self.exchange.runner is None:
             self.exchange.hooks.on_next_gradient = self._begin_backward
 
     def _average(self, *, end: bool = False) -> None:
@@ -384,19 +398,23 @@ class Rounds:
 
     def _begin_backward(self) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        if self._holding:
-            return
+        if not self._holding:
+            self._send_word()
+
+    def _send_word(self) -> None:
         assert self._buffers is not None
         part, news = self.readings.part, self._buffers.news()
         self.words.send(Word(Call.BACKWARD, self._sends_stop, part.last, part.mark, news))
         assert self.exchange.hooks is not None, "they have called"
         self.exchange.hooks.begin_step(self.clock.rounds)
 
-    @torch.no_grad()
     def _end_backward(self) -> None:
         self._watch_backward()
-        if self._holding:
-            return
+        if not self._holding:
+            self._end_round()
+
+    @torch.no_grad()
+    def _end_round(self) -> None:
         part = self.readings.part
         self.clock.computed()
         words = self.words.receive()

@@ -25,7 +25,7 @@ from manyhands.data.store.checkpoint import CheckpointStore, Loaded, NoCheckpoin
 from manyhands.engine.device import moved
 from manyhands.errors import UserError
 from manyhands.interop.own_loop.backward_rounds import PartsScaler, Rounds
-from manyhands.interop.own_loop.prepared_loader import prepare_loader
+from manyhands.interop.own_loop.prepared_loader import pieces_of, prepare_loader
 from manyhands.interop.own_loop.small_sums import Call
 from manyhands.strategy import Strategy
 
@@ -66,6 +66,7 @@ class WorkerGroup:
         self._rounds, self._words = rounds, rounds.words
         self._buffers, self._on_abort = buffers, on_abort
         self._closing = ExitStack()
+        self._models: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
 
     @property
@@ -113,6 +114,21 @@ class WorkerGroup:
         results = tuple(prepared.get(id(one), one) for one in objects)
         return results[0] if len(results) == 1 else results
 
+    def step(self, batch: Any, loss: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """Collective: forward and backward of this worker's batch; the mean of `loss(model, batch)` over all workers.
+
+        The same under every strategy; `pipeline`, where no worker can call the model, needs it. Then comes
+        `optimizer.step()`. Where gradients are disabled it only evaluates. Of several models, `loss` gets all.
+        """
+        runner = self._rounds.exchange.runner
+        if runner is None:
+            value = loss(*self._models, batch)
+            if value.requires_grad:
+                value.backward()  # type: ignore[no-untyped-call]
+            return self.mean(value)
+        found = self._rounds.run(pieces_of(batch, runner.pieces), loss)
+        return self.mean(torch.tensor(found, dtype=torch.float64))
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside only add to this worker's gradients; the first one after it exchanges them all."""
         return self._rounds.holding()
@@ -152,7 +168,7 @@ class WorkerGroup:
     def mean(self, value: torch.Tensor | float) -> torch.Tensor:
         """Collective: the mean over workers, each weighted by its share of the batch being read: a loss, say."""
         given = torch.as_tensor(value).detach()
-        share = self._rounds.readings.part.share
+        share = self._rounds.readings.part.share if self._rounds.part.speaks else 0.0
         values = torch.cat([given.cpu().double().reshape(-1), torch.ones(1, dtype=torch.float64)])
         self._words.meet(Call.MEAN)
         total = self._words.total(values * share if share else torch.zeros_like(values))
@@ -260,7 +276,7 @@ class WorkerGroup:
         if self.device.type != "cpu":
             for model in models:
                 model.to(self.device)  # the parameters stay the same objects, which the optimizers know
-        self._optimizers = list(optimizers)
+        self._models, self._optimizers = list(models), list(optimizers)
         self._rounds.attach(models, optimizers[0], self._buffers)
 
     def _find(self, store: CheckpointStore, step: int | None) -> Loaded | None:
