@@ -88,8 +88,8 @@ def _parquet(folder: Path) -> None:
 
 
 def _matrix(folder: Path) -> object:
-    from manyhands.data.matrix_files import open_matrix
     from manyhands.data.stored_matrix import MatrixStore
+    from manyhands.data.table_files import open_matrix
 
     with MatrixStore() as store:
         stored = store.keep(open_matrix(folder / "sample"))
@@ -201,6 +201,34 @@ def _boost(name: str) -> Callable[[Path], object]:
     return read
 
 
+_CSV = b'age,city,label\n31,Oslo,yes\n,"Rome, Italy",no\n4.5,,yes\n7,"Os""lo",no\n' * 3
+
+
+def _boosted_texts(folder: Path) -> None:
+    from manyhands.workloads.gbdt.options import GbdtOptions
+    from manyhands.workloads.gbdt.row_sources import open_source
+    from manyhands.workloads.gbdt.text_format import write_model
+    from manyhands.workloads.gbdt.training import TableChoice, train_gbdt
+
+    (folder / "rows.csv").write_bytes(_CSV)
+    options = GbdtOptions(trees=2, min_data_in_leaf=2, min_data_per_group=1, cat_smooth=1.0)
+    table = TableChoice(train=open_source(folder / "rows.csv"))
+    write_model(train_gbdt(table, options).model, folder / "model.txt")
+
+
+def _read_texts(folder: Path) -> object:
+    from manyhands.workloads.gbdt.text_format import open_gbdt
+    from manyhands.workloads.predictor import ReadAs
+
+    return [len(block) for block in open_gbdt(folder).blocks(folder / "rows.csv", ReadAs())]
+
+
+def _table(folder: Path) -> object:
+    from manyhands.data.table_files import SparseTable, open_table
+
+    return [len(block) for block in SparseTable(open_table(folder / "sample.csv")).blocks()]
+
+
 ROWS = (
     Reader(name="idx", make=_idx, read=_read_idx),
     Reader(name="idx-gzip", make=_idx_gzip, read=_read_idx),
@@ -219,11 +247,15 @@ ROWS = (
     Reader(name="matrix-libsvm", make=written(_LIBSVM), read=_matrix),
     Reader(name="matrix-npy", make=_npy, read=_matrix),
     Reader(name="matrix-parquet", make=_parquet, read=_matrix),
+    Reader(name="table-csv", make=written(_CSV, "sample.csv"), read=_table, files=("sample.csv",)),
+    Reader(name="table-gzip", make=written(gzip.compress(_CSV, mtime=0), "sample.csv"), read=_table,
+           files=("sample.csv",)),
     Reader(name="logreg", make=written(_LIBSVM), read=_learn),
     Reader(name="logreg-model", make=_model, read=_read_model, files=("model.safetensors",)),
     Reader(name="exported-model", make=_exported, read=_ask_model, files=("model.safetensors",)),
     Reader(name="svd-model", make=_decomposed, read=_ask_model, files=("model.safetensors",)),
     Reader(name="gbdt-model", make=_boosted, read=_read_boosted, files=("model.txt",)),
+    Reader(name="gbdt-texts", make=_boosted_texts, read=_read_texts, files=("model.txt",)),
     Reader(name="gbdt-npy", make=_array, read=_boost("sample.npy"), files=("sample.npy",)),
     Reader(name="gbdt-parquet", make=_columns, read=_boost("sample.parquet"), files=("sample.parquet",)),
     Reader(name="gbdt-text", make=written(_LIBSVM), read=_boost("sample")),

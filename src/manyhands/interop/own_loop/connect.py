@@ -35,7 +35,7 @@ from manyhands.data.store.rundir import RunDirectory
 from manyhands.engine.exchange import Exchange, Resources, SingleExchange
 from manyhands.engine.loop_end import LoopEnd
 from manyhands.engine.options import TLS_VARIABLE, Options
-from manyhands.engine.worker_processes import exchanging
+from manyhands.engine.worker_processes import exchanging, loop_exchange
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.interop.own_loop.backward_rounds import Rounds
 from manyhands.interop.own_loop.free_rounds import FreeRounds, StoreWords
@@ -92,6 +92,8 @@ def choose(requested: Strategy | None, hosts: Hosts) -> Strategy:
         )
     if requested is not None and requested.most_workers is not None and world > requested.most_workers:
         raise UserError(f"strategy={requested} runs one process, but there are {world} workers; leave it out")
+    if requested is not None and len(hosts) > 1 and requested.facts.cannot_loop_across_hosts:
+        raise UserError(f"strategy={requested}: {requested.facts.cannot_loop_across_hosts}")
     requested = requested or Strategy.parse(_BY_DEFAULT)
     return requested if len(hosts) == 1 else requested.across_hosts(hosts)
 
@@ -139,7 +141,7 @@ def _on_one_host(
         for group in (words, gradients):
             group.abort(rendezvous.here.index(rank))
 
-    both, exchange = Words(SharedCollective(words)), exchanging(strategy).exchange(strategy, resources)
+    both, exchange = Words(SharedCollective(words)), loop_exchange(strategy, resources)
     connection = GroupConnection(strategy=strategy, words=both, exchange=exchange, abort=abort)
     rendezvous.watch(lambda rank, in_peace: None if in_peace else abort(rank))
     stack.callback(rendezvous.close)  # before the groups: the liveness monitor must not find them closed

@@ -150,7 +150,7 @@ class FreeRounds(Rounds):
         end.begin(model, optimizer, self._worker_context)
         self._model, self._optimizer = model, optimizer
         if self.together and self.world > 1:
-            self._watch = GradientWatch(model, "ps consistency=sync")
+            self._watch = GradientWatch(optimizer)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 self._hooks.callback(parameter.register_hook(self._on_gradient).remove)  # type: ignore[no-untyped-call]

@@ -28,11 +28,12 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from manyhands.data.batches import split
+from manyhands.engine.exchange import BatchPiece
 from manyhands.errors import UserError
 from manyhands.interop.own_loop.backward_rounds import Rounds
 from manyhands.interop.own_loop.readings import END, FILLERS, Draws, LoaderPart, Move, Turn, remade
 
-__all__ = ["prepare_loader"]
+__all__ = ["pieces_of", "prepare_loader"]
 
 _MARKED: Final = 4096  # bytes of a tensor that go into the mark of a batch, at each of its ends
 
@@ -94,7 +95,7 @@ class SharedStreamLoader(_GroupLoader):
                 and reader.together
             ):
                 self._collates, size = True, loader.batch_size
-                collate = SharedCollate(loader.collate_fn, reader.rank, reader.world)
+                collate = SharedCollate(loader.collate_fn, reader.part.index, reader.part.count)
                 self._inner = remade(loader, batch_size=size, drop_last=loader.drop_last, collate_fn=collate)
 
     def __iter__(self) -> Iterator[Any]:
@@ -145,7 +146,7 @@ class SharedStreamLoader(_GroupLoader):
                     "loader = group.prepare(stream, split=False)",
                     stacklevel=3,
                 )
-            share = 1 / self._reader.world if self._reader.together else 1.0
+            share = 1 / self._reader.part.count if self._reader.together else 1.0
             return BatchShare(batch, LoaderPart(share=share, mark=mark, index=turn.batch))
         span = turn.span
         part = LoaderPart(share=len(span) / rows, samples=len(span), mark=mark, index=turn.batch)
@@ -202,6 +203,14 @@ def narrowed(batch: Any, span: range) -> Any:
         return {key: narrowed(value, span) for key, value in batch.items()}
     values = [narrowed(value, span) for value in batch]
     return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+
+
+def pieces_of(batch: Any, count: int) -> list[BatchPiece]:
+    """A batch in so many pieces, or in one for each of its rows, or in one where it has no common rows."""
+    rows = rows_of(batch)
+    spans = [span for number in range(count) if (span := split(rows, number, count))]
+    found = [BatchPiece(batch=narrowed(batch, span), weight=len(span) / rows) for span in spans]
+    return found or [BatchPiece(batch=batch)]
 
 
 def mark_of(batch: Any) -> int:

@@ -58,12 +58,9 @@ class DevicePlan:
     config: Mapping[str, Any]
 
     @classmethod
-    def read(cls, sent: Mapping[str, Any], data: Path) -> DevicePlan:
-        name, options, text = sent.get("task"), sent.get("task_options"), sent.get("strategy")
-        built_in = isinstance(name, str) and name in WORKLOADS and WORKLOADS[name].task
-        if not built_in or not isinstance(options, dict) or not isinstance(text, str):
-            why = f"the server trains {name!r}, which this release lacks; install the server's release"
-            raise UserError(why)
+    def read(cls, sent: Mapping[str, Any], data: Path, own: Task | None = None) -> DevicePlan:
+        """`own` is this device's, where the server trains one that is not built in."""
+        name, text = str(sent.get("task")), str(sent.get("strategy"))
         strategy = Strategy.parse(text)
         if not isinstance(strategy, Federated):
             raise UserError(f"the server trains with {text!r}, which is not a federated strategy")
@@ -71,12 +68,13 @@ class DevicePlan:
         if not isinstance(hold_s, int | float) or not 0 < hold_s < protocol.MOST_HOLD_S:
             raise MessageRejected(400, f"hold_s is {hold_s!r:.40}; it must be a number of seconds")
         schema = DataSchema.parse(str(sent.get("schema")))
-        task = _task_over(str(name), options, data, schema)
+        task = _task_over(name, sent.get("task_options"), data, schema, own)
         seed = whole_in(sent, "seed")
         model = initial_model(task, seed)
         form = protocol.TensorForm.of(model)
         if form.as_json != sent.get("model"):
-            why = "the server's model has other tensors than this release's model of the task"
+            here = "this release's" if own is None else "this device's"
+            why = f"the server's model has other tensors than {here} model of the task"
             raise UserError(why)
         config = {
             "task": name,
@@ -92,13 +90,25 @@ class DevicePlan:
         return cls(task=task, strategy=strategy, seed=seed, hold_s=float(hold_s), form=form, config=config)
 
 
-def _task_over(name: str, options: Mapping[str, Any], data: Path, schema: DataSchema) -> Task:
-    """The built-in task with this device's data in the place of its own; no path of the server's is opened."""
+def _task_over(name: str, options: Any, data: Path, schema: DataSchema, own: Task | None) -> Task:
+    """The task with this device's data in the place of its own; no path of the server's is opened."""
+    if not data.exists():
+        raise DataError(f"--data {data}: does not exist")
+    if options is None:
+        if own is None or own.name != name:
+            has = "" if own is None else f", and --task names {own.name!r}"
+            raise UserError(
+                f"the server trains {name!r}, a Task of its own{has}; give this device's module with it: "
+                "--task MODULE:NAME"
+            )
+        return read_columns(data, schema, own)
+    if own is not None:
+        raise UserError(f"the server trains {name!r}, which is built in; leave --task out")
+    if not isinstance(options, dict) or name not in WORKLOADS or not WORKLOADS[name].task:
+        raise UserError(f"the server trains {name!r}, which this release lacks; install the server's release")
     entry = load(WORKLOADS[name].task)
     paths = [option.name for option in entry.options if option.kind is Path]
     chosen = {key: value for key, value in options.items() if key not in paths}
-    if not data.exists():
-        raise DataError(f"--data {data}: does not exist")
     if data.suffix == ".safetensors" and not paths:
         return read_columns(data, schema, entry.build(**chosen))
     if not paths:
@@ -311,10 +321,10 @@ class Device:
         return b"" if party.stage is SecureStage.ADVERTISE else None
 
 
-def plan_for(send: protocol.SendRequest, data: Path) -> DevicePlan:
+def plan_for(send: protocol.SendRequest, data: Path, own: Task | None = None) -> DevicePlan:
     try:
         sent = _answer(send("GET", "/plan", b"", "", _MOST_PLAN_BYTES), "the server refused this device")
-        return DevicePlan.read(sent, data)
+        return DevicePlan.read(sent, data, own)
     except MessageRejected as refused:
         raise ManyhandsError(f"the server's plan is invalid: {refused}") from refused
 
@@ -355,6 +365,7 @@ class JoiningDevice:
     authority: Path | None = None  # the server's ca.pem; None: the authorities that this host trusts
     patience_s: float = 86400.0
     most_pause_s: float = 30.0
+    task: Task | None = None  # this device's own, where the server trains one that is not built in
 
     def __post_init__(self) -> None:
         for name, value in (("--patience", self.patience_s), ("--max-pause", self.most_pause_s)):
@@ -371,7 +382,7 @@ def join_rounds(asked: JoiningDevice, notify: Callable[[str], None]) -> int:
         _until_reached(lambda: enrol(send, state, asked.token, asked.address), asked)
         assert state.client is not None, "enrol raises where it fails"
         send.signer = str(state.about.get("run")), state.client, state.secret
-        plan = _until_reached(lambda: plan_for(send, asked.data), asked)
+        plan = _until_reached(lambda: plan_for(send, asked.data, asked.task), asked)
         send.allow(plan.hold_s)
         state.begin(plan.config)
         notify(f"client {state.client}: {plan.task.samples} samples of {plan.task.name} stay on this device")

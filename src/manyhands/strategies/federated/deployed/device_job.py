@@ -175,10 +175,10 @@ class FederatedJob:
                 f"algorithm={self.strategy.algorithm}: devices can use {', '.join(_OVER_HTTPS)}; the others "
                 "are for simulation"
             )
-        built_in = self.task.name in WORKLOADS and WORKLOADS[self.task.name].task
-        if self.task.options is None or not built_in:
+        if self.task.options is not None and not getattr(WORKLOADS.get(self.task.name), "task", ""):
             raise UserError(
-                f"task {self.task.name!r}: devices build the task themselves and receive no code; serve a built-in task"
+                f"task {self.task.name!r}: devices build the task themselves and receive no code; serve a built-in "
+                "task, or your own: manyhands federated serve own MODULE:NAME"
             )
         # What is a simulation's as yet would be left out without a word.
         usual = Federated()
@@ -223,13 +223,19 @@ class FederatedJob:
         )
 
     def plan(self, run: str, form: TensorForm) -> dict[str, Any]:
-        """The plan that a device downloads once; it does not reveal where the server's files are."""
-        options = dict(self.task.options or {})
-        paths = [one.name for one in load(WORKLOADS[self.task.name].task).options if one.kind is Path]
+        """The plan that a device downloads once; it does not reveal where the server's files are.
+
+        It has no code: a device builds the task itself, from its options where it is built in (`task_options`), and
+        from the device's own module where they are null.
+        """
+        options = self.task.options
+        if options is not None:
+            paths = [one.name for one in load(WORKLOADS[self.task.name].task).options if one.kind is Path]
+            options = {name: value for name, value in options.items() if name not in paths}
         return {
             "run": run,
             "task": self.task.name,
-            "task_options": {name: value for name, value in options.items() if name not in paths},
+            "task_options": options,
             "strategy": str(self.strategy),
             "seed": self.seed,
             "schema": str(self.schema),
