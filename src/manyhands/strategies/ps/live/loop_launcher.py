@@ -16,9 +16,9 @@ from manyhands.places.local.failure import Failure
 from manyhands.places.local.watchdog import Watched
 from manyhands.strategies.ps.live import reports
 from manyhands.strategies.ps.live.live_training import server_summary
+from manyhands.strategies.ps.live.loop_job import LoopJob, end_record, loop_job
 from manyhands.strategies.ps.live.ps_launcher import Launcher
 from manyhands.strategies.ps.live.ps_members import LocalMembers, RunFiles
-from manyhands.strategies.ps.live.served_loop import LoopJob, end_record, loop_job
 from manyhands.strategies.ps.strategy import Ps
 
 __all__ = ["launch_scripts"]

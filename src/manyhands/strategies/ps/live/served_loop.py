@@ -9,119 +9,44 @@ what a successor needs besides (how far the loop had come) is on the store.
 
 from __future__ import annotations
 
-import copy
 import json
-import logging
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Final, Self
+from typing import Any, Final, Self
 
-import torch
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore
 from torch.optim import Optimizer
 
-from manyhands.data.store.atomic import WriteFailed
 from manyhands.data.store.checkpoint import Loaded
-from manyhands.engine.computing import Built, Computer, TrainingPlan
+from manyhands.engine.computing import Built
 from manyhands.engine.loop_end import GroupStore, LoopEnd, settings_text
 from manyhands.engine.reporting import StepBook, WorkerContext
-from manyhands.errors import DataError, NonFinite, PeerTimeout, UserError
-from manyhands.native.segment import Segment
+from manyhands.errors import NonFinite, PeerTimeout, UserError
 from manyhands.places.external.process_place import ProcessPlace
 from manyhands.places.local.status import State
 from manyhands.strategies.common.consistency import SoftSync
 from manyhands.strategies.ps.client_core import Reason
-from manyhands.strategies.ps.digests import layout_digest
 from manyhands.strategies.ps.live import reports
-from manyhands.strategies.ps.live.area import SharedParameters
-from manyhands.strategies.ps.live.ps_job import Job, MemberContext, MemberResources
+from manyhands.strategies.ps.live.loop_job import LoopJob, begin_record
+from manyhands.strategies.ps.live.loop_launcher import launch_scripts
+from manyhands.strategies.ps.live.ps_job import MemberContext, MemberResources
 from manyhands.strategies.ps.live.server_process import serve_with
 from manyhands.strategies.ps.live.snapshots import ShardSnapshots
 from manyhands.strategies.ps.live.worker_process import SlotSession
 from manyhands.strategies.ps.live.worker_state import WorkerState
-from manyhands.strategies.ps.log_rows import StepRow
-from manyhands.strategies.ps.shard_layout import FlatLayout, merge
+from manyhands.strategies.ps.shard_layout import merge
 from manyhands.strategies.ps.strategy import Ps
-from manyhands.strategies.ps.update_files import RunRecord, read_logs, read_record, write_record
 from manyhands.strategy import Strategy
-from manyhands.task import Task
 
-__all__ = ["LoopJob", "ServedLoop", "end_record", "loop_job"]
+__all__ = ["ServedLoop"]
 
-_log = logging.getLogger("manyhands")
-
-NO_END: Final = 1 << 50  # a loop of the user's own has as many steps as it takes
-_SNAPSHOT_EVERY: Final = 100  # steps of a shard, where a run is kept
 _LOOK_S: Final = 0.02
 _SETTLE_S: Final = 5.0
 _ASK_AGAIN_S: Final = 2.0
-
-
-def _nothing(*_: Any) -> Any:
-    raise UserError("a loop of the user's own computes by itself")
-
-
-def loop_job(strategy: Ps, workers: int, timeout_s: float, **fields: Any) -> LoopJob:
-    """What every process of the run is started with; what is trained is known once the script calls `prepare`."""
-    task = Task(name="own loop", model=_nothing, loss=_nothing, data=torch.zeros(1), optimizer=_nothing)
-    kept = fields.get("run_path") is not None
-    plan = TrainingPlan(
-        task=task, steps=NO_END, seed=0, evaluate_every=0, checkpoint_every=_SNAPSHOT_EVERY if kept else 0
-    )
-    return LoopJob(
-        plan=plan,
-        strategy=strategy,
-        fingerprint="a loop of the user's own",
-        workers=workers,
-        timeout_s=timeout_s,
-        **fields,
-    )
-
-
-def end_record(run_path: Path) -> None:
-    """Say in the run's record how many batches there were, which nobody knew before."""
-    try:
-        record = read_record(run_path)
-        rows = [row for files in read_logs(run_path).files.values() for file in files for row in file]
-        applied = (update.batch for row in rows if isinstance(row, StepRow) for update in row.updates)
-        write_record(run_path, record._replace(steps=max(applied, default=-1) + 1))
-    except (DataError, UserError, WriteFailed) as error:
-        _log.warning("manyhands: this run cannot be audited: %s", error)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoopJob(Job):
-    """A job whose model and optimizer the script has made; `copies` gives each caller of `build` its own."""
-
-    taps: ClassVar[bool] = False
-    built: Built | None = None
-    copies: bool = False
-
-    def build(self, worker_rank: int = 0) -> tuple[Computer, Built, FlatLayout]:
-        assert self.built is not None, "prepare comes first"
-        built = _twin(self.built) if self.copies else self.built
-        strategy = self.strategy
-        layout = FlatLayout.of(built.model, built.optimizer, strategy.servers, {}, strategy.facts.stepping)
-        return Computer(self.plan, worker_rank), built, layout
-
-    def shared_parameters(self, final: Callable[[], Segment], layout: FlatLayout) -> SharedParameters | None:
-        """None: the launcher does not know the model's size, and workers have copies."""
-        del final, layout
-        return None
-
-
-def _twin(built: Built) -> Built:
-    """Model and optimizer once more; a scheduler's hold on the first one's `step` is left out."""
-    memo: dict[int, Any] = {}
-    model = copy.deepcopy(built.model, memo)
-    optimizer = object.__new__(type(built.optimizer))
-    mine = {key: value for key, value in vars(built.optimizer).items() if key != "step"}
-    optimizer.__dict__.update(copy.deepcopy(mine, memo))
-    return Built(model=model, optimizer=optimizer)
 
 
 class LoopSession(SlotSession):
@@ -213,8 +138,6 @@ class ServedLoop(LoopEnd):
     @staticmethod
     def launch(strategy: Ps, workers: int, script: Any, **options: Any) -> tuple[bool, dict[str, Any]]:
         """Run the script in workers and servers, which this process leads."""
-        from manyhands.strategies.ps.live.loop_launcher import launch_scripts  # the launcher's side only
-
         return launch_scripts(strategy, workers, script, **options)
 
     def __init__(
@@ -259,7 +182,7 @@ class ServedLoop(LoopEnd):
             self._keep_counts(serve_with(self._context, resources))
             raise SystemExit(0)
         if self._slot == 0 and job.run_path is not None:
-            self._record(job, job.run_path)
+            begin_record(job, job.run_path)
         self._body = WorkerState(self._context, resources, job, self._slot)
         self._attached = True
         ring: Any = worker_context  # all that a session wants of a ring is to record
@@ -359,22 +282,6 @@ class ServedLoop(LoopEnd):
             parameter.data = parameter.data.clone()
         self._session.close()
         self._body.close()
-
-    def _record(self, job: LoopJob, run_path: Path) -> None:
-        _, _, layout = job.build()
-        record = RunRecord(
-            torch=torch.__version__,
-            cpu=torch.backends.cpu.get_cpu_capability(),
-            threads=job.threads,
-            strategy=str(job.strategy),
-            workers=job.workers,
-            steps=NO_END,
-            seed=0,
-            device="cpu",
-            autocast=False,
-            layout=layout_digest(layout),
-        )
-        write_record(run_path, record)
 
     def _take_work(self) -> None:
         self.clock, number = self._session.work
