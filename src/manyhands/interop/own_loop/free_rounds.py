@@ -43,6 +43,7 @@ class StoreWords(Words):
         self.rank, self.world, self._store = end.rank, end.world, end.store
         self._last = ("", 0)
         self.passed: Callable[[], int] = lambda: 0  # how many batches the loop has passed
+        self.is_apart: Callable[[], bool] = lambda: False  # whether this worker is at a batch of its own
 
     def name(self, what: str = "") -> str:
         """The name of the next exchange: the same on all workers, and for a worker's successor."""
@@ -51,7 +52,9 @@ class StoreWords(Words):
         return f"{where}/{self._last[1]}"
 
     def all(self, value: bytes) -> list[bytes]:
-        """Collective: what every worker brings, by rank."""
+        """Collective: what every worker brings, by rank; where each is at a batch of its own, what this one brings."""
+        if self.is_apart():
+            return [value]
         name = self.name()
         mine = self._store.first(f"{name}/{self.rank}", value)
         return [
@@ -69,7 +72,9 @@ class StoreWords(Words):
         return torch.stack([_unpacked(one) for one in self.all(_packed(values))]).sum(0)
 
     def broadcast(self, content: Tensor, root: int = 0) -> None:
-        content.copy_(_unpacked(self.all(_packed(content if self.rank == root else content[:0]))[root]))
+        found = self.all(_packed(content if self.rank == root else content[:0]))
+        if len(found) > 1:
+            content.copy_(_unpacked(found[root]))
 
     def gather(self, rows: Tensor) -> Tensor:
         return torch.cat([_unpacked(one) for one in self.all(_packed(rows))])
@@ -130,6 +135,7 @@ class FreeRounds(Rounds):
             self._share, self._weigh, self._handed_out, self._schedule.asked_for_more
         )
         words.passed = self._passed
+        words.is_apart = lambda: not self.together and self.readings.passed is not None
         self._drawn = 0  # batches of the training that were drawn from loaders, of all workers
         self._start = 0  # of those, how many a predecessor had done
         self._draws = 0  # how often an order of samples was drawn
@@ -216,9 +222,17 @@ class FreeRounds(Rounds):
         """Nothing to do: who reads another batch would show in no exchange."""
 
     def sharing(self) -> Callable[[int], Turn | None]:
-        """How a loader is shared out that is read from now on: for the training, or for an evaluation."""
+        """How a loader is shared out that is read from now on: for the training, or for an evaluation.
+
+        Workers that do not step together meet before an evaluation, so that it measures one state of the model.
+        """
         model = self._model
         if model is None or not model.training or not torch.is_grad_enabled():
+            if self.words.is_apart():
+                return lambda size: Turn(range(size))  # at a batch of its own, a worker evaluates alone
+            if model is not None and not self.together:
+                self.words.all(b"-")
+                self.exchange.refresh()
             return super().sharing()
         return self._own_part if self.together else self._own_batch
 
@@ -228,8 +242,6 @@ class FreeRounds(Rounds):
             return None if again else self.exchange.save(folder, self.require_model())
 
     def loaded(self, folder: Path, loaded: Loaded) -> None:
-        assert self._optimizer is not None, "prepare comes first"
-        self._optimizer.state.clear()  # which is elsewhere
         with self._once("load") as again:
             self.exchange.load(folder, loaded, again=again)
 
@@ -244,6 +256,7 @@ class FreeRounds(Rounds):
             self.words.broadcast(flat)
             with torch.no_grad():
                 buffer.copy_(flat.view(buffer.dtype).view(buffer.shape))
+        self.exchange.finish()
 
     def _agreed(self, mine: bytes) -> bytes:
         """The same on all workers: worker 0's where all wait for it anyway, else that of the first to come here."""
@@ -280,6 +293,7 @@ class FreeRounds(Rounds):
     def _handed_out(self, part: LoaderPart) -> None:
         self._unstepped = True
         self._schedule.handed_out(part.index)
+        self.exchange.enter()
         stop = self.exchange.store.find("stop")
         if stop is not None and (not self.together or part.index >= int(stop)):
             self.is_stopped = True
