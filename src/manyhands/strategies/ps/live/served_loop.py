@@ -2,7 +2,7 @@
 
 A server builds the model and the optimizer as the script does, up to `prepare`, and never returns from there: it serves
 until the run is over, and ends. A worker's `optimizer.step()` pushes its gradients and waits for the next parameters;
-what a successor needs besides (how far the loop had come) is on the store.
+what a successor needs besides (how far the loop had come) is in the store.
 
     launch      the launcher leads, as in `fit`; a process that died is started again, and takes its slot
     torchrun    rank 0 leads, and has a child that serves (`loop_outside`)
@@ -54,6 +54,10 @@ _SETTLE_S: Final = 5.0
 _ASK_AGAIN_S: Final = 2.0
 
 
+class SlotTaken(Exception):
+    """A successor has the slot, since this process was suspended."""
+
+
 class LoopSession(SlotSession):
     """A slot's session whose updates the user's loop computes: `wait_for_work`, then `give`."""
 
@@ -61,10 +65,8 @@ class LoopSession(SlotSession):
         """Return when the parameters for the next update are here; raise what ended the slot instead."""
         while self._computing is None:
             if self._left is not None:
-                if (
-                    self._left.reason is Reason.FENCED
-                ):  # a successor has the slot, since this process was suspended
-                    raise SystemExit(0)
+                if self._left.reason is Reason.FENCED:
+                    raise SlotTaken(self._left.sentence)
                 raise NonFinite(self._left.sentence)
             self._advance()
         now_ns = time.monotonic_ns()
@@ -73,9 +75,9 @@ class LoopSession(SlotSession):
         self._context.mark(self._computing.work.batch + 1, State.COMPUTING)
         self._body.model.pulled()
 
-    def begin(self) -> None:
+    def attend(self) -> None:
+        """Execute what the launcher ordered before this session began."""
         self._attend()
-        self.wait_for_work()
 
     @property
     def work(self) -> tuple[int, int]:
@@ -155,9 +157,7 @@ class ServedLoop(LoopEnd):
         self._attached, self._loads = False, 0
         self._unused: set[int] = set()  # numbers of batches that went with a load instead
         self._stack = ExitStack()
-        self._line: ControlConnection | None = (
-            None  # to the leader, where no launcher has started this process
-        )
+        self._line: ControlConnection | None = None  # to a leader that has not started this process
 
     @classmethod
     def open(cls, place: ProcessPlace, name: str, strategy: Strategy, timeout_s: float) -> Self:
@@ -200,8 +200,8 @@ class ServedLoop(LoopEnd):
         ring: Any = worker_context  # all that a session wants of a ring is to record
         self._session = LoopSession(self._context, job, self._body, ring, self._slot, self._context.rank)
         self._context.send(reports.REPORTS.write(reports.WorkerReady()))
-        self._session.begin()
-        self._take_work()
+        self._session.attend()
+        self._wait_for_work()
 
     def _end_well(self, counts: Mapping[str, Any]) -> None:
         if self._place.launched is not None:
@@ -290,32 +290,34 @@ class ServedLoop(LoopEnd):
     def finish(self) -> None:
         self._context.send(reports.REPORTS.write(reports.WorkerLeft(reason=Reason.FINISHED)))
         body = self._body
-        self._end_well(
-            {
-                "messages_sent": body.messages_sent,
-                "bytes_sent": body.bytes_sent,
-                "samples": body.samples,
-                "recorded": body.recorder.kept,
-            }
-        )
+        counts = {name: getattr(body, name) for name in ("messages_sent", "bytes_sent", "samples")}
+        counts["recorded"] = body.recorder.kept
+        self._release()
+        self._end_well(counts)
 
     def close(self) -> None:
-        """Release everything; the model keeps its parameters, in memory of its own."""
+        self._release()
         self._stack.close()
-        if not self._attached:
-            return
-        self._attached = False
-        for parameter in self._body.model.model.parameters():
-            parameter.data = parameter.data.clone()
-        self._session.close()
-        self._body.close()
+
+    def _release(self) -> None:
+        """End the session; the model keeps its parameters, in memory of its own."""
+        if self._attached:
+            self._attached = False
+            for parameter in self._body.model.model.parameters():
+                parameter.data = parameter.data.clone()
+            self._session.close()
+            self._body.close()
 
     def _take_work(self) -> None:
         self.clock, number = self._session.work
         self.batch = number - sum(unused < number for unused in self._unused)
 
     def _wait_for_work(self) -> None:
-        self._session.wait_for_work()
+        try:
+            self._session.wait_for_work()
+        except SlotTaken as taken:
+            self._end_well({"samples": 0})
+            raise SystemExit(0) from taken
         self._take_work()
 
     def _give(self, weight: float, settings: str, *, skip: bool = False) -> None:
