@@ -106,7 +106,7 @@ def test_every_batch_is_a_step_of_one_worker(consistency: str, tmp_path: Path) -
     assert all(distance(ended(folder, rank)["weights"], ended(folder)["weights"]) == 0 for rank in (1, 2))
     audited = audit_run(kept).found
     assert audited.verdict is Verdict.COMPLETE, (audited.violations, audited.missing)
-    assert [shard.updates for shard in audited.shards] == [16, 16]  # four epochs of four batches, each once
+    assert [shard.applied for shard in audited.shards] == [16, 16]  # four epochs of four batches, each once
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_where_batches_are_given_out_a_killed_workers_batch_is_its_successors(tm
     audited = audit_run(kept).found
     assert audited.verdict is Verdict.COMPLETE, (audited.violations, audited.missing)
     if "was killed by SIGKILL" in done.stderr:  # chance decides whether worker 1 has that batch
-        assert [shard.updates for shard in audited.shards] == [16]
+        assert [shard.applied for shard in audited.shards] == [16]
 
 
 def test_a_killed_server_without_a_copy_goes_back_to_its_snapshot(tmp_path: Path) -> None:

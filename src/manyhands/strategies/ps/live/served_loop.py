@@ -250,7 +250,9 @@ class ServedLoop(LoopEnd):
             time.sleep(_LOOK_S)
         _, optimizer = merge(self._body.layout, [one.state for one in found], model.state_dict())
         shutil.rmtree(parts, ignore_errors=True)
-        return optimizer
+        assert self._job.built is not None, "prepare comes first"
+        # The settings are the loop's own: a schedule may have moved them since the last step.
+        return {**optimizer, "param_groups": self._job.built.optimizer.state_dict()["param_groups"]}
 
     def load(self, folder: Path, loaded: Loaded, *, again: bool) -> None:
         assert self._job.built is not None, "prepare comes first"
