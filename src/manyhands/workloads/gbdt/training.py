@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from manyhands.engine.fitting import await_workers
 from manyhands.engine.options import EarlyStopping, StoppingCount
 from manyhands.engine.training import Keeping
-from manyhands.errors import DataError, UserError
+from manyhands.errors import DataError, UserError, format_bytes
+from manyhands.native.segment import available_bytes
 from manyhands.native.warming import prepare, spent_s
 from manyhands.observe.draw.bars import Bars
 from manyhands.strategy import Strategy
@@ -36,6 +37,7 @@ __all__ = ["GbdtResult", "TableChoice", "gbdt_task", "train_gbdt"]
 
 _log = logging.getLogger("manyhands")
 _MOST_GUESSED = 32  # labels that are integers: of more, they are guessed to be a number
+_CLASS_BYTES = 40  # of a row: the score that it begins with, mapped and copied, its score and two words
 _LEAST_SHARE = 1e-15  # of a class without rows to train on
 
 
@@ -155,6 +157,7 @@ class _FirstPass:
         self.source, self.holdout, self.sample = source, holdout, sample
         self._targets = _targets(sample.labels, self.labels, source)
         self._start, self._bias = table.start, _biases(objective, self._targets, sample.weights, self.labels)
+        _check_room(sample.rows, len(self._bias))
         if objective == "binary" and not np.isfinite(self._bias).all():
             raise DataError(f"{where}: the rows of one label have no weight; objective=binary needs both")
 
@@ -312,6 +315,15 @@ def _objective(
     if asked == "binary" and len(labels) != 2:
         raise DataError(f"{where} has labels {labels.listed}; objective=binary needs two; use multiclass")
     return asked, labels, guess
+
+
+def _check_room(rows: int, classes: int) -> None:
+    needed, room = rows * classes * _CLASS_BYTES, available_bytes()
+    if classes > 1 and needed > room:
+        raise UserError(
+            f"{rows:,} rows of {classes:,} classes need {format_bytes(needed)} for scores and gradients, but only "
+            f"{format_bytes(room)} is available; use fewer classes or rows"
+        )
 
 
 def _targets(labels: NDArray[np.float64], known: Labels, source: RowSource) -> NDArray[np.float64]:
