@@ -184,6 +184,8 @@ class Facts:
     continues_with_fewer: bool = False
     # Whether one worker's part can be left out of a step, as where its gradient is not finite
     can_skip_updates: bool = False
+    # Whether all workers can leave a step out together, as where a scaled gradient overflows
+    leaves_steps_out: bool = False
     # Whether rows of `Task.sparse` are read for each batch and stepped apart from the rest
     moves_rows: bool = False
     logs_updates: bool = False  # whether each update that was applied is in a log, for `audit` and `replay`

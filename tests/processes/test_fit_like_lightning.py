@@ -6,6 +6,7 @@ Each against torch's own, torchmetrics or a plain loop, under several strategies
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 from typing import Any
 
@@ -343,3 +344,118 @@ def test_samplers_that_make_no_sense_are_refused() -> None:
     drawn = WeightedRandomSampler(WEIGHTS.tolist(), 40)
     with pytest.raises(UserError, match=r"task\.sampler: clients of strategy federated"):
         mh.fit(task(sampler=drawn), "federated clients=4", rounds=1)
+
+
+def half_task(**fields: Any) -> mh.Task:
+    """In float32, with inputs so large that the first scaled gradients overflow in float16."""
+    inputs, labels = samples(60, 1)
+
+    def model() -> nn.Module:
+        return network().float()
+
+    large = (inputs.float() * 20, labels)
+    return task(model=model, data=large, evaluation=large, **fields)
+
+
+def scaled_loop(steps: int) -> tuple[dict[str, Tensor], list[bool]]:
+    """With torch's own GradScaler: the weights, and which steps it left out."""
+    inputs, labels = samples(60, 1)
+    model = network().float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    scaler = torch.amp.GradScaler("cpu")
+    plan, skipped = BatchPlan(60, 12, 0), []
+    for step in range(steps):
+        chosen = torch.from_numpy(plan.indices(step).copy())
+        with torch.autocast("cpu", dtype=torch.float16):
+            value = loss(model, (inputs[chosen].float() * 20, labels[chosen]))
+        scaler.scale(value).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        skipped.append(scaler.get_scale() < before)
+        optimizer.zero_grad()
+        schedule.step()
+    return model.state_dict(), skipped
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Detected call of .lr_scheduler:UserWarning"
+)  # the plain loop skips the first
+@pytest.mark.parametrize(
+    ("strategy", "workers", "tolerance"),
+    [
+        ("single", 1, 0.0),
+        ("mirrored", 2, 5e-3),  # halves of a batch round otherwise
+        ("allreduce algorithm=ring link=tcp", 2, 5e-3),
+        ("sharded", 2, 5e-3),
+        ("pipeline", 2, 5e-3),
+        ("tensor slices=2", 2, 5e-3),
+    ],
+)
+def test_float16_is_scaled_as_by_torchs_own_scaler(
+    strategy: str, workers: int, tolerance: float, tmp_path: Path
+) -> None:
+    state, skipped = scaled_loop(16)
+    assert 0 < sum(skipped) < 10
+    made = half_task(
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5),
+        clip_norm=1.0,
+    )
+    options = mh.Options(autocast="float16")
+    run = mh.fit(made, strategy, workers=workers, steps=16, options=options)
+    assert [row.get("skipped", False) for row in run.history.steps] == skipped
+    for name, mine in run.model.state_dict().items():
+        torch.testing.assert_close(mine, state[name], rtol=0, atol=tolerance)
+    mh.fit(
+        made, strategy, workers=workers, steps=skipped.index(True) + 2, options=options, out=tmp_path / "run"
+    )
+    goes_on = {"workers": workers, "steps": 16, "out": tmp_path / "run", "resume": True}
+    resumed = mh.fit(made, strategy, options=options, **goes_on)
+    for mine, whole in zip(resumed.model.parameters(), run.model.parameters(), strict=True):
+        assert torch.equal(mine, whole)
+
+
+def test_float16_where_no_step_can_be_left_out_is_refused() -> None:
+    for strategy in ("ps", "hogwild", "central", "federated clients=4", "local steps=2"):
+        with pytest.raises(UserError, match=r"autocast=float16: strategy .* cannot leave out the steps"):
+            mh.fit(half_task(), strategy, workers=2, options=mh.Options(autocast="float16"))
+    with pytest.raises(UserError, match="autocast='float8'"):
+        mh.Options(autocast="float8")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers"), [("single", 1), ("mirrored", 2), ("hogwild order=turns", 2), ("pipeline", 2)]
+)
+def test_a_trace_has_the_asked_steps_of_each_worker(strategy: str, workers: int, tmp_path: Path) -> None:
+    """As torch's profiler writes it: it marks every step of an optimizer by itself."""
+    profiler = mh.TorchProfiler(tmp_path / "traces", first=3, steps=2)
+    run = mh.fit(task(), strategy, workers=workers, steps=8, options=mh.Options(callbacks=[profiler]))
+    assert run.summary["steps"] == 8
+    assert sorted(one.name for one in (tmp_path / "traces").iterdir()) == [
+        f"worker-{worker}.json" for worker in range(workers)
+    ]
+    for worker in range(workers):
+        trace = json.loads((tmp_path / "traces" / f"worker-{worker}.json").read_text())
+        names = [one.get("name", "") for one in trace["traceEvents"]]
+        assert any(name == "aten::addmm" for name in names)
+        if not strategy.startswith("hogwild"):  # whose steps are not the optimizer's own
+            assert sum(name.startswith("Optimizer.step#SGD") for name in names) == 2
+
+
+def test_a_trace_that_cannot_be_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    late = mh.TorchProfiler(tmp_path / "traces", first=30)
+    mh.fit(task(), "single", steps=4, options=mh.Options(callbacks=[late]))
+    assert "the run ended before step 30; there is no trace" in caplog.text
+    cut = mh.TorchProfiler(tmp_path / "cut", first=4, steps=30)
+    mh.fit(task(), "single", steps=4, options=mh.Options(callbacks=[cut]))
+    assert (tmp_path / "cut" / "worker-0.json").exists(), "of a run that ended in it"
+    with pytest.raises(UserError, match="TorchProfiler: the servers of ps take the steps"):
+        mh.fit(task(), "ps", workers=2, steps=4, options=mh.Options(callbacks=[late]))
+    with pytest.raises(UserError, match="TorchProfiler: a run takes one"):
+        mh.fit(task(), "single", steps=4, options=mh.Options(callbacks=[late, cut]))
+    with pytest.raises(UserError, match="TorchProfiler: steps is 0; it must be an integer of at least 1"):
+        mh.TorchProfiler(tmp_path, steps=0)

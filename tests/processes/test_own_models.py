@@ -5,10 +5,11 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
-import threading
-import time
+import sys
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import numpy as np
@@ -17,67 +18,20 @@ import torch
 
 import manyhands as mh
 import own_models
+import warm
 from commands import run_command
 from fleet import Fleet
+from manyhands.lab.bench.inference import run_bench
 from manyhands.serving.batching import BatchLimits
 from manyhands.serving.model_server import ModelServer, ServeOptions
 from manyhands.serving.opening import open_predictor
 from manyhands.task import Task
+from served_load import asked, connected, under_load
 
 pytestmark = pytest.mark.timeout(150)
 
 HERE = Path(own_models.__file__)
-REQUESTS, CLIENTS = 240, 12
-
-
-def asked(server: ModelServer, values: list[Any], connection: http.client.HTTPConnection) -> tuple[int, Any]:
-    headers = {"Authorization": f"Bearer {server.token}"}
-    connection.request("POST", "/predict", json.dumps({"inputs": values}), headers)
-    answer = connection.getresponse()
-    return answer.status, json.loads(answer.read())
-
-
-def connected(server: ModelServer) -> http.client.HTTPConnection:
-    return http.client.HTTPConnection(server.address.removeprefix("http://"), timeout=60)
-
-
-def under_load(server: ModelServer, values: list[Any], kills: int) -> list[Any]:
-    """The answer to each value, asked for by many clients at once while workers are killed now and then."""
-    answers: dict[int, Any] = {}
-    failures: list[BaseException] = []
-
-    def ask_some(first: int) -> None:
-        connection = connected(server)
-        try:
-            for number in range(first, len(values), CLIENTS):
-                status, said = asked(server, [values[number]], connection)
-                assert status == 200, said
-                (answers[number],) = said["answers"]
-        except BaseException as failure:
-            failures.append(failure)
-        finally:
-            connection.close()
-
-    clients = [threading.Thread(target=ask_some, args=(first,)) for first in range(CLIENTS)]
-    for client in clients:
-        client.start()
-    for kill in range(1, kills + 1):
-        until = time.monotonic() + 60
-        due = len(values) * kill // (kills + 2)
-        while len(answers) < due or len(ready(server)) < 2:
-            assert time.monotonic() < until, f"{len(answers)} answers"
-            assert not failures, failures
-            time.sleep(0.002)
-        os.kill(ready(server)[0], signal.SIGKILL)
-    for client in clients:
-        client.join(90)
-    assert failures == []
-    assert server.view().deaths == kills
-    return [answers[number] for number in range(len(values))]
-
-
-def ready(server: ModelServer) -> list[int]:
-    return [one.pid for one in server.view().workers if one.state != "starting"]
+REQUESTS = 240
 
 
 @pytest.mark.parametrize(
@@ -144,10 +98,11 @@ def test_texts_under_load_with_kills_are_neither_lost_nor_mixed(tmp_path: Path) 
         connection.close()
 
 
-def test_an_own_cnn_on_three_devices_over_https(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", ["cnn", "transformer"])
+def test_on_three_devices_over_https(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    named = f"{HERE}:cnn"
+    named, task = f"{HERE}:{name}", getattr(own_models, name)()
     options = ("--min-reports", "3", "--deadline", "20", "--select", "5", "--hold", "1", "--linger", "10")
     strategy = "epochs=2 batch=8"
     with Fleet(
@@ -155,15 +110,68 @@ def test_an_own_cnn_on_three_devices_over_https(
     ) as fleet:
         fleet.until_end(90)
         assert [len(row["counted"]) for row in fleet.rows()] == [3, 3, 3]
-        simulated = mh.fit(own_models.cnn(), f"federated clients=3 {strategy}", rounds=3)
-        final = mh.load(fleet.run, own_models.cnn()).state_dict()
-        for name, tensor in simulated.model.state_dict().items():
-            torch.testing.assert_close(final[name], tensor, rtol=1e-4, atol=1e-5)
+        simulated = mh.fit(task, f"federated clients=3 {strategy}", rounds=3)
+        final = mh.load(fleet.run, task).state_dict()
+        for key, tensor in simulated.model.state_dict().items():
+            torch.testing.assert_close(final[key], tensor, rtol=1e-4, atol=1e-5)
         for number in range(3):
-            predictor = open_predictor(fleet.device_state(number), own_models.cnn())
-            for name, tensor in predictor.model.state_dict().items():
-                assert torch.equal(tensor, final[name]), f"device {number} has not the last model"
-    np.save(tmp_path / "image.npy", own_models.images(2, seed=5)[0].numpy() / np.float32(16))
-    words = ("predict", fleet.device_state(1), tmp_path / "image.npy", "--task", named)
+            predictor = open_predictor(fleet.device_state(number), task)
+            for key, tensor in predictor.model.state_dict().items():
+                assert torch.equal(tensor, final[key]), f"device {number} has not the last model"
+    values = ["AB", "XYZ"] if name == "transformer" else (own_models.images(2)[0].float() / 16).tolist()
+    (tmp_path / "two.json").write_text(json.dumps(values))
+    words = ("predict", fleet.device_state(1), tmp_path / "two.json", "--task", named)
     assert run_command(monkeypatch, *words) == 0
     assert [len(json.loads(line)) for line in capsys.readouterr().out.splitlines()] == [2, 2]
+
+
+def test_the_command_serves_an_own_task_in_stages_with_a_given_token(tmp_path: Path) -> None:
+    mh.fit(own_models.transformer(), "single", steps=60, out=tmp_path / "run")
+    (tmp_path / "letters.py").write_text("import own_models\ntask = own_models.transformer()\n")
+    words = [
+        "--task",
+        "letters:task",
+        "--workers",
+        "1",
+        "--strategy",
+        "pipeline stages=2",
+        "--names",
+        "model.test",
+    ]
+    command = [sys.executable, "-m", "manyhands", "serve", "run", *words]
+    environment = {**os.environ, "MANYHANDS_TOKEN": "a-token-of-letters", "PYTHONPATH": str(HERE.parent)}
+    with warm.Popen(command, cwd=tmp_path, stderr=PIPE, text=True, env=environment) as process:
+        assert process.stderr is not None
+        report = ""
+        for line in process.stderr:
+            report += line
+            if line.startswith("Ctrl-C"):
+                break
+        assert "a-token-of-letters" not in report, "logs are kept"
+        found = re.search(r"curl -s http://(\S+)/predict -H .*MANYHANDS_TOKEN\" -d '(.*)'", report)
+        assert found is not None, report
+        assert json.loads(found[2]) == {"inputs": ["HELLO"]}
+        connection = http.client.HTTPConnection(found[1], timeout=60)
+        headers = {"Authorization": "Bearer a-token-of-letters", "Host": "model.test"}
+        connection.request("POST", "/predict", '{"inputs": ["ABC", "XY"]}', headers)
+        answer = connection.getresponse()
+        assert [one["next"] for one in json.loads(answer.read())["answers"]] == ["D", "Z"]
+        connection.request("GET", "/readyz", headers={"Host": "model.test"})
+        assert connection.getresponse().status == 200
+        connection.close()
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=30)[1]
+        assert "manyhands serve run --task letters:task starts it again" in said
+        assert process.returncode == 0
+
+
+def test_speed_is_measured_of_an_own_model_too() -> None:
+    result = run_bench([f"{HERE}:transformer"], ["fp32", "bf16"], [1, 4], [1], seconds=0.05)
+    assert [(row["precision"], row["batch"]) for row in result["rows"]] == [
+        ("fp32", 1),
+        ("bf16", 1),
+        ("fp32", 4),
+        ("bf16", 4),
+    ]
+    assert all(row["inputs_per_s"] > 0 for row in result["rows"])
+    assert result["rows"][0]["agreement"] == 1.0

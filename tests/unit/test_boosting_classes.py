@@ -15,7 +15,6 @@ from sklearn.metrics import accuracy_score, log_loss
 from boosted import choice, drawn_table, predictions, trained
 from manyhands.engine.training import Keeping
 from manyhands.errors import DataError, UserError
-from manyhands.workloads.gbdt import training
 from manyhands.workloads.gbdt.model import measure_model
 from manyhands.workloads.gbdt.options import GbdtOptions
 from manyhands.workloads.gbdt.row_sources import ArraySource, RowBlock, RowSource, open_source
@@ -231,12 +230,9 @@ def test_sparse_text_has_classes_too(tmp_path: Path) -> None:
     assert measure_model(model, source)["accuracy"] == 1.0
 
 
-def test_more_classes_than_fit_into_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_classes_than_fit_into_memory_are_refused() -> None:
     values, labels = np.random.default_rng(0).normal(size=(3000, 2)), np.arange(3000.0) % 1000
-    monkeypatch.setattr(training, "available_bytes", lambda: 100 << 20)
-    with pytest.raises(
-        UserError, match=r"3,000 rows of 1,000 classes need 114.4 MiB for scores and gradients"
-    ):
-        trained(choice(values, labels), objective="multiclass")
+    with pytest.raises(UserError, match=r"memory=100 MiB: 3,000 rows need 114.6 MiB besides their bins"):
+        trained(choice(values, labels), objective="multiclass", memory_bytes=100 << 20)
     with pytest.raises(DataError, match="has 3,000 labels; a classifier has at most 1,000"):
         trained(choice(values, np.arange(3000.0)), objective="multiclass")

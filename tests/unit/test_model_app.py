@@ -32,7 +32,8 @@ from manyhands.observe.draw.serving_page import (
 from manyhands.serving import model_server
 from manyhands.serving.batching import BatchLimits, Switchboard
 from manyhands.serving.hosting import Listening
-from manyhands.serving.model_replica import LENGTH, answer_batch, answers_frame
+from manyhands.serving.model_parts import LENGTH
+from manyhands.serving.model_replica import answer_batch, answers_frame
 from manyhands.serving.model_server import (
     BodyLimits,
     ModelApp,

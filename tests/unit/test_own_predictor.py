@@ -219,13 +219,32 @@ def test_a_run_and_its_export_answer_files_alike(run: Path, tmp_path: Path) -> N
         open_predictor(run, own_models.transformer())
 
 
-def test_a_program_computes_what_the_module_does(run: Path, tmp_path: Path) -> None:
-    made = export_program(ExportAsked(run=run, out=tmp_path / "model.pt2", task=own_models.cnn()))
+@pytest.mark.parametrize("make", [own_models.cnn, own_models.transformer])
+def test_a_program_computes_what_the_module_does(make: Any, tmp_path: Path) -> None:
+    task, run = make(), tmp_path / "run"
+    mh.fit(task, "single", steps=3, out=run)
+    made = export_program(ExportAsked(run=run, out=tmp_path / "model.pt2", task=task))
     assert made.largest_difference is not None
     assert (made.steps, made.largest_difference <= 1e-5) == (3, True)
-    program, pixels = torch.export.load(made.path).module(), torch.rand(4, 1, 8, 8)
+    program = torch.export.load(made.path).module()
+    inputs = torch.rand(4, 1, 8, 8) if make is own_models.cnn else torch.randint(0, 64, (4, 5))
     with torch.inference_mode():
-        assert torch.allclose(program(pixels), mh.load(run, own_models.cnn())(pixels), atol=1e-5)
+        assert torch.allclose(program(inputs), mh.load(run, task)(inputs), atol=1e-5)
+
+
+def test_a_module_that_cannot_be_traced_gets_a_sentence(tmp_path: Path) -> None:
+    class Branches(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if x.sum() > 0 else x[:, :2]
+
+    task = of_linear(Branches(3, 2))
+    mh.fit(task, "single", steps=1, out=tmp_path / "run")
+    with pytest.raises(
+        UserError, match=r"torch.export cannot trace Branches for batches of any size"
+    ) as caught:
+        export_program(ExportAsked(run=tmp_path / "run", task=task))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run" / "model.pt2").exists()
 
 
 MODULE = """

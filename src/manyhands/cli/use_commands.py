@@ -216,7 +216,7 @@ def _print_cost(export: Export) -> None:
 
 @dataclass(frozen=True)
 class _ServeOptions(_Model):
-    workers: int = option(2, "Processes, each with a copy of the model.")
+    workers: int = option(2, "Processes, each with a copy of the model, or groups of them by --strategy.")
     batch: int = option(64, "Largest batch of inputs computed together.")
     wait: float = option(2.0, "Milliseconds a request waits for others to fill a batch.")
     deadline: float = option(30.0, "Seconds until an unanswered request gets a 503.")
@@ -228,6 +228,11 @@ class _ServeOptions(_Model):
     names: str = option("", "Further host names that clients use, separated by commas.", shown=False)
     token: str | None = option(None, "Token that clients send.", envvar="MANYHANDS_TOKEN", shown="a new one")
     task: str | None = _task_option()
+    strategy: str | None = option(
+        None,
+        "Cut the model over the processes of each worker: 'pipeline stages=2' or 'tensor slices=2'.",
+        shown="whole",
+    )
 
 
 @from_options
@@ -238,9 +243,11 @@ def serve_command(asked: _ServeOptions) -> None:
     """
     from manyhands.places.local.signals import ending
     from manyhands.serving.batching import BatchLimits
+    from manyhands.serving.model_parts import cut_predictor
     from manyhands.serving.model_server import ModelServer, ServeOptions
     from manyhands.serving.opening import open_predictor
     from manyhands.serving.page_app import require_web
+    from manyhands.strategy import Strategy
 
     require_web()
     batches = BatchLimits(batch=asked.batch, wait_s=asked.wait / 1e3, deadline_s=asked.deadline)
@@ -256,6 +263,8 @@ def serve_command(asked: _ServeOptions) -> None:
     predictor = open_predictor(asked.run, _own_task(asked.task))
     predictor.check_precision(asked.precision)
     predictor.precision = asked.precision
+    if asked.strategy is not None:
+        cut_predictor(predictor, Strategy.parse(asked.strategy))
     try:
         with ending(), ModelServer(predictor, str(asked.run), options) as server:
             _announce(server, predictor, asked)

@@ -27,6 +27,7 @@ from manyhands.engine.dynamo import optimizer_of
 from manyhands.engine.kernel_task import AnyTask
 from manyhands.engine.metric_states import MetricUpdates
 from manyhands.engine.options import EarlyStopping, Slowdown
+from manyhands.engine.profiler import ProfiledSteps
 from manyhands.errors import UserError
 from manyhands.places.local.forking import LOADERS_VARIABLE
 from manyhands.places.local.loaders import Loaders
@@ -55,9 +56,11 @@ class TrainingPlan:
     stopping: EarlyStopping | None = None
     restore_best: bool = False  # the run ends with the weights of the best evaluation
     log: tuple[str, ...] = ()  # what rows of steps tell besides: see `Options.log`
+    profiled: ProfiledSteps | None = None  # what `TorchProfiler` asks for
     slow: Slowdown | None = None
     device: str = "cpu"
     autocast: bool = False  # compute in bfloat16 where torch's autocast finds that safe
+    half: bool = False  # in float16 instead, with a scaled loss
     compile: bool = False  # let torch.compile make the model faster
     # How the workers' buffers become the same before they are used: see `Options.buffers`
     buffers: str = "broadcast"
@@ -99,6 +102,7 @@ class Computer:
         self._shares = self._make_shares()
         self.batch_samples = 0  # in the global batch that was shared out last
         self.reader = NumberReader(self.device)
+        self.loss_scale = 1.0  # of every loss that is differentiated, and not of those that are reported
 
     def build(self, first_step: int = 0, *, on_host: bool = False) -> Built:
         """Model, optimizer and schedule as before `first_step`, untrained; on the worker's device unless `on_host`."""
@@ -182,7 +186,8 @@ class Computer:
             with nullcontext() if number == len(share.pieces) else accumulate():
                 loss = self.loss(model, batch, piece, share)
                 answer = self.reader.ask(loss)
-                backward(loss if piece.weight == 1 else loss * piece.weight, share.weight)
+                weight = piece.weight * self.loss_scale
+                backward(loss if weight == 1 else loss * weight, share.weight)
             value += answer() * piece.weight
         self.slow_down(step, time.monotonic() - begin)
         return Computed(loss=value, share=share.weight, samples=share.samples, input_ns=input_ns)
@@ -276,7 +281,7 @@ class Computer:
     def precision(self) -> AbstractContextManager[object]:
         if not self.plan.autocast:
             return nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        return torch.autocast(self.device.type, dtype=torch.float16 if self.plan.half else torch.bfloat16)
 
 
 class NumberReader:

@@ -39,6 +39,10 @@ SYNCHRONIZE: Final = "synchronize"
 BUFFERS: Final = ("broadcast", MEAN, SYNCHRONIZE)
 """What `Options.buffers` may be."""
 
+HALF: Final = "float16"
+PRECISIONS: Final = ("bfloat16", HALF)
+"""What `Options.autocast` may be; True is the first."""
+
 PROGRESS: Final = ("auto", "bar", "lines", "none")
 """What `Options.progress` may be."""
 
@@ -77,8 +81,9 @@ class Options:
     """Slow a worker on purpose."""
     skip_nonfinite: bool = False
     """Leave out an update whose gradient is not finite, instead of ending the run; ps only."""
-    autocast: bool = False
-    """Compute in bfloat16 where torch's autocast finds that safe."""
+    autocast: bool | str = False
+    """Compute in bfloat16 where torch's autocast finds that safe; `float16`: in that, with a loss that is scaled as by
+    torch's `GradScaler`, whose row says `skipped` where a step was left out."""
     compile: bool = False
     """Let torch.compile make the model faster."""
     buffers: str = "broadcast"
@@ -132,6 +137,8 @@ class Options:
             raise UserError(f"check_every={self.check_every} must be at least 1, or 0 to compare nothing")
         if not self.timeout_s > 0:
             raise UserError(f"timeout_s={self.timeout_s} must be above 0")
+        if isinstance(self.autocast, str) and self.autocast not in PRECISIONS:
+            raise UserError(f"autocast={self.autocast!r}: {nearest(self.autocast, PRECISIONS)}")
         if self.buffers not in BUFFERS:
             raise UserError(f"buffers={self.buffers!r} is not known; {nearest(str(self.buffers), BUFFERS)}")
         if self.progress not in PROGRESS:

@@ -16,6 +16,7 @@ from manyhands.data.store.atomic import WriteFailed
 from manyhands.data.store.checkpoint import CheckpointStore, Snapshot
 from manyhands.engine.computing import TrainingPlan
 from manyhands.engine.exchange import ExchangeState, Meter, MicrobatchTime, PeerTraffic, Traffic
+from manyhands.engine.loss_scaling import LossScale
 from manyhands.engine.options import EarlyStopping, StoppingCount
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import EventKind
@@ -129,15 +130,22 @@ class Reporter:
         self._patience = StoppingCount(plan.stopping) if plan.stopping is not None else None
         self._best = BestWeights(plan.stopping or EarlyStopping()) if plan.restore_best else None
         self._scheduler: LRScheduler | None = None
+        self._scale: LossScale | None = None
         self.saving = Traffic()  # what this worker sent for checkpoints
         # Of the newest steps: what a checkpoint is judged by where there is no evaluation
         self.loss = math.nan
 
     def begin(
-        self, step: int = 0, extra: Mapping[str, Any] | None = None, scheduler: LRScheduler | None = None
+        self,
+        step: int = 0,
+        extra: Mapping[str, Any] | None = None,
+        scheduler: LRScheduler | None = None,
+        scale: LossScale | None = None,
     ) -> None:
         """Start the clock, after `step` steps, with the checkpoint's `extra`; `scheduler` advances with evaluations."""
-        self._reached, self._scheduler, extra = step, scheduler, extra or {}
+        self._reached, self._scheduler, self._scale, extra = step, scheduler, scale, extra or {}
+        if scale is not None and "loss_scale" in extra:
+            scale.restore(extra["loss_scale"])
         if self._patience is not None and "early_stopping" in extra:
             self._patience.restore(extra["early_stopping"])
         if self._best is not None and "best" in extra:
@@ -266,10 +274,14 @@ class Reporter:
         return best.weights
 
     def _kept(self) -> dict[str, Any]:
-        stopping = {"early_stopping": self._patience.state()} if self._patience is not None else {}
+        kept: dict[str, Any] = (
+            {"early_stopping": self._patience.state()} if self._patience is not None else {}
+        )
         if self._best is not None and self._best.weights is not None:
-            stopping["best"] = self._best.state()
-        return {**stopping, **({"scheduler": self._scheduler.state_dict()} if self._scheduler else {})}
+            kept["best"] = self._best.state()
+        if self._scale is not None:
+            kept["loss_scale"] = self._scale.state()
+        return {**kept, **({"scheduler": self._scheduler.state_dict()} if self._scheduler else {})}
 
     def for_newcomers(self) -> dict[str, Any]:
         """What a worker that joins now needs, as a checkpoint's `extra`; sends all rows first: it may lead."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +15,8 @@ from manyhands.data.store.rundir import parameter_shapes
 from manyhands.engine.clipping import check_clipping
 from manyhands.engine.computing import TrainingPlan
 from manyhands.engine.kernel_task import AnyTask
-from manyhands.engine.options import SYNCHRONIZE, Options
+from manyhands.engine.options import HALF, SYNCHRONIZE, Options
+from manyhands.engine.profiler import TorchProfiler
 from manyhands.errors import UserError, nearest
 from manyhands.native.version import __version__
 from manyhands.strategy import Strategy, check_count
@@ -119,9 +119,11 @@ class Request:
             stopping=options.early_stopping,
             restore_best=options.restore_best,
             log=tuple(options.log),
+            profiled=next((one.profiled for one in _profilers(options)), None),
             slow=options.slow,
             device=device,
-            autocast=options.autocast,
+            autocast=bool(options.autocast),
+            half=options.autocast == HALF,
             compile=options.compile,
             buffers=options.buffers,
             check_every=options.check_every,
@@ -165,7 +167,12 @@ def _check_options(task: AnyTask, strategy: Strategy, workers: int, options: Opt
         )
     if options.slow is not None and options.slow.worker >= workers:
         raise UserError(f"slow: there is no worker {options.slow.worker}; workers are 0 to {workers - 1}")
-    _check_log(task, strategy, options.log)
+    _check_log(task, strategy, options)
+    if options.autocast == HALF and not facts.leaves_steps_out:
+        raise UserError(
+            f"autocast={HALF}: strategy {strategy} cannot leave out the steps whose scaled gradient overflows; use "
+            "autocast=True, which is bfloat16, or mirrored"
+        )
     why = facts.refused_buffers.get(options.buffers)
     if why is not None:
         raise UserError(
@@ -190,10 +197,17 @@ def _check_options(task: AnyTask, strategy: Strategy, workers: int, options: Opt
         )
 
 
-def _check_log(task: AnyTask, strategy: Strategy, log: Sequence[str]) -> None:
-    facts = strategy.facts
-    for name in log:
-        why = facts.cannot_log or ("a compiled step has neither" if task.compiled else "")
+def _profilers(options: Options) -> list[TorchProfiler]:
+    return [one for one in options.callbacks if isinstance(one, TorchProfiler)]
+
+
+def _check_log(task: AnyTask, strategy: Strategy, options: Options) -> None:
+    facts, profilers = strategy.facts, _profilers(options)
+    none = facts.cannot_log or ("its steps are compiled, and not torch's" if task.compiled else "")
+    if profilers and (none or len(profilers) > 1):
+        raise UserError(f"TorchProfiler: {none or 'a run takes one'}; leave it out")
+    for name in options.log:
+        why = none
         if name == "grad_norm":
             why = why or facts.cannot_clip or ("a round has no gradient" if facts.counts_rounds else "")
         if why:

@@ -307,7 +307,9 @@ class _Session:
         if self._best_step is not None:  # the weights are those of that step
             rows = [row for row in rows if row["step"] <= self._best_step]
         loss = final_loss(rows)
-        final = {**({} if loss is None else {"loss": loss}), **final_metrics(rows)}
+        observed = dict(result.observed)
+        measured = {**final_metrics(rows), **observed.pop("final", {})}
+        final = {**({} if loss is None else {"loss": loss}), **measured}
         seconds, samples = result.seconds, round(result.samples * request.plan.task.records_each)
         return {
             "task": request.plan.task.name,
@@ -329,5 +331,5 @@ class _Session:
             "stopped_early": result.stopped_early,
             **({} if self._best_step is None else {"best_step": self._best_step}),
             "notes": self._notes,
-            **result.observed,
+            **observed,
         }

@@ -51,7 +51,8 @@ class Result:
     seconds: float  # of training alone, without starting processes
     stopped_early: bool = False
     sent: SentFor = field(default_factory=SentFor)  # by all workers together
-    # What the run's summary says besides: who computed, who waited, and whatever else the strategy can tell
+    # What the run's summary says besides: who computed, who waited, and whatever else the strategy can tell; `final`
+    # has measures besides those of the last evaluation
     observed: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -25,7 +26,9 @@ from manyhands.engine.clipping import clip, logged
 from manyhands.engine.computing import Computer, TrainingPlan
 from manyhands.engine.desync_check import Agreement
 from manyhands.engine.exchange import Exchange, LocalStep, SentFor, SharedStep, Traffic
+from manyhands.engine.loss_scaling import LossScale, left_out, unscale
 from manyhands.engine.options import MEAN, SYNCHRONIZE
+from manyhands.engine.profiler import StepProfiler
 from manyhands.engine.reduction import require_reduction
 from manyhands.engine.reporting import Reporter, StepBook, WorkerContext, WorkerNote, is_due
 from manyhands.errors import NonFinite
@@ -73,6 +76,8 @@ class Trainer:
             plan, exchange, worker_context, checkpoints, evaluate, keeps_rows=keeps_rows, facts=facts
         )
         self._clips = self._computer.task.clips
+        self._scale = LossScale() if plan.half else None
+        self._profiler = StepProfiler(plan.profiled, self._worker)
         self.model: nn.Module  # once `run` has built it
         self._optimizer: Optimizer
         self._samples = 0
@@ -84,7 +89,7 @@ class Trainer:
 
     def run(self, start: Loaded | None = None) -> Trained:
         """Train from `start`, whose tensors are taken out, to the end; NonFinite on the worker whose loss broke."""
-        with self._computer.loading_ahead():
+        with self._computer.loading_ahead(), closing(self._profiler):
             return self._run(start)
 
     def _run(self, start: Loaded | None) -> Trained:
@@ -108,7 +113,7 @@ class Trainer:
         self._agreed_step = first
         called = cast(nn.Module, torch.compile(model)) if self._plan.compile else model
         extra = start.extra if start is not None else None
-        self.reporter.begin(first, extra, built.metric_scheduler)
+        self.reporter.begin(first, extra, built.metric_scheduler, self._scale)
         self._samples = (extra or {}).get("samples", 0)
         if self._members is not None:
             self._members.on_join(lambda: {**self.reporter.for_newcomers(), "samples": self._samples})
@@ -204,7 +209,11 @@ class Trainer:
         self.reporter.save_missing(step, self.model)
         worker_context.mark(step + 1, State.COMPUTING)
         meter, before = exchange.meter, exchange.meter.traffic()
+        if self._plan.profiled is not None:
+            self._profiler.before(step)
         begin = time.monotonic_ns()
+        if self._scale is not None:
+            self._computer.loss_scale = self._scale.scale
         mine = exchange.compute(self._computer, model, step)
         stop, last = worker_context.stop_requested(), step + 1 == self._plan.steps
         local = LocalStep(loss=mine.loss, share=mine.share, stop=stop, step=step, last=last)
@@ -216,15 +225,7 @@ class Trainer:
         shared = exchange.agree(local)
         agreed = time.monotonic_ns()
         times = meter.take_times()
-        facts: Mapping[str, Any] = {}
-        if not shared.bad_workers:
-            if self._plan.log:
-                facts = logged(self._plan.log, exchange, self.model, self._optimizer)
-            if self._clips:
-                clip(self._computer.task, exchange, self.model)
-            exchange.apply()
-            if scheduler is not None:
-                scheduler.step()
+        facts = {} if shared.bad_workers else self._advance(scheduler)
         end = time.monotonic_ns()
         book = StepBook(worker_context.record, step, begin)
         book.input(mine.input_ns, mine.samples)
@@ -250,8 +251,27 @@ class Trainer:
             book.exchange(end, sent, exchange.wire)
             book.posts(times.posts, exchange.wire)
         book.end(end, mine.samples, shared.loss if shared.settled else mine.loss)
+        if self._plan.profiled is not None:
+            self._profiler.after()
         self._add_row(step, (end - begin) / 1e9, shared, facts)
         return shared
+
+    def _advance(self, scheduler: LRScheduler | None) -> Mapping[str, Any]:
+        """Collective: take the step that was agreed on, unless a scaled gradient overflowed; what its row tells."""
+        exchange, scale, facts = self._exchange, self._scale, dict[str, Any]()
+        finite = scale is None or unscale(exchange, self.model, scale.scale)
+        if finite and self._plan.log:
+            facts |= logged(self._plan.log, exchange, self.model, self._optimizer)
+        if finite and self._clips:
+            clip(self._computer.task, exchange, self.model)
+        with nullcontext() if finite else left_out(self._optimizer):
+            exchange.apply()
+        if scale is not None:
+            scale.update(finite=finite)
+            facts |= {} if finite else {"skipped": True}
+        if scheduler is not None:
+            scheduler.step()
+        return facts
 
     def _add_row(self, step: int, seconds: float, shared: SharedStep, facts: Mapping[str, Any]) -> None:
         rounds = self._exchange.rounds

@@ -29,7 +29,7 @@ from typing import TypeAlias
 
 from manyhands.errors import UserError
 from manyhands.observe.analyse.serving_view import ReplicaState, ServingTally
-from manyhands.serving.model_replica import LENGTH, MAX_FRAME_BYTES
+from manyhands.serving.model_parts import LENGTH, MAX_FRAME_BYTES
 
 __all__ = [
     "BatchAction",

@@ -10,22 +10,19 @@ from __future__ import annotations
 import json
 import os
 import socket
-import struct
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
-from manyhands.errors import ManyhandsError, UserError
+from manyhands.errors import UserError
 from manyhands.places.local.control import RoleContext
 from manyhands.places.local.packed_job import load
 from manyhands.places.local.status import State
+from manyhands.serving.model_parts import LENGTH, PartedModel, received
 from manyhands.workloads.predictor import Predictor
 
-__all__ = ["LENGTH", "MAX_FRAME_BYTES", "answer_batch", "answers_frame", "frame", "replica"]
-
-LENGTH = struct.Struct("!I")
-MAX_FRAME_BYTES = 1 << 28  # of a batch, and of its answers
+__all__ = ["answer_batch", "answers_frame", "frame", "replica"]
 
 _MOST_SHOWN = 500  # characters of an error message
 
@@ -34,6 +31,8 @@ def replica(context: RoleContext) -> None:
     import torch
 
     predictor: Predictor[Any] = load(context.descriptor("model"))
+    if isinstance(predictor.model, PartedModel):
+        predictor.model.open(context)
     predictor.prepare()
     connection = socket.socket(fileno=context.descriptor("requests"))
     with connection, connection.makefile("rb") as stream, torch.inference_mode():
@@ -41,8 +40,8 @@ def replica(context: RoleContext) -> None:
         context.mark(0, State.SERVING)
         connection.sendall(frame({"ready": os.getpid()}))
         context.send({"ready": True})
-        while (batch := _received(stream)) is not None:
-            connection.sendall(answers_frame(answer_batch(predictor, batch)))
+        while (batch := received(stream)) is not None:
+            connection.sendall(answers_frame(answer_batch(predictor, json.loads(batch))))
 
 
 def answer_batch(predictor: Predictor[Any], bodies: Sequence[Any]) -> list[dict[str, Any]]:
@@ -112,14 +111,3 @@ def answers_frame(results: Sequence[dict[str, Any]]) -> bytes:
 def frame(value: Any) -> bytes:
     body = json.dumps(value, allow_nan=False).encode()
     return LENGTH.pack(len(body)) + body
-
-
-def _received(stream: BinaryIO) -> Any:
-    head = stream.read(LENGTH.size)
-    if len(head) < LENGTH.size:
-        return None
-    (length,) = LENGTH.unpack(head)
-    if length > MAX_FRAME_BYTES:
-        raise ManyhandsError(f"a frame announces {length} bytes; at most {MAX_FRAME_BYTES} are allowed")
-    body = stream.read(length)
-    return None if len(body) < length else json.loads(body)

@@ -32,7 +32,8 @@ from manyhands.places.local.template import warm
 from manyhands.serving import page_app
 from manyhands.serving.batching import BatchLimits, Switchboard
 from manyhands.serving.hosting import LOOPBACK, Listening, WebThread
-from manyhands.serving.model_replica import MAX_FRAME_BYTES, replica
+from manyhands.serving.model_parts import MAX_FRAME_BYTES, ModelParts
+from manyhands.serving.model_replica import replica
 from manyhands.serving.page_app import PageApp, Receive, RequestRefused, SendMessage
 from manyhands.serving.routes import MODEL_ROUTES, openapi
 from manyhands.wire.nesting import MOST_NESTED, json_depth
@@ -232,9 +233,10 @@ class Staffing:
 
 
 class Replicas:
-    """`count` processes that serve `predictor`; `start` returns when one answers, `stop` when all are gone.
+    """`count` workers that serve `predictor`; `start` returns when one answers, `stop` when all are gone.
 
-    All have the model as of the server's start: its weights are packed once, and every worker maps the same pages.
+    All have the model as of the server's start: its weights are packed once, and every worker maps the same pages. A
+    worker is a process, or several where the model is cut into parts; its number is that of the first.
     `on_start(worker, socket)` and `on_note(now, sentence, death)` are called in the thread of the replicas.
     """
 
@@ -248,6 +250,7 @@ class Replicas:
         self._predictor, self._count = predictor, count
         self._on_start, self._on_note = on_start, on_note
         self._last = 0
+        self._worker_of: dict[int, int] = {}  # by the number of a process
         self.to_kill: queue.SimpleQueue[int] = queue.SimpleQueue()  # workers, each of which is then replaced
         self._wanted = threading.Event()
         self._answers = threading.Event()
@@ -277,19 +280,20 @@ class Replicas:
     def _run(self) -> None:
         try:
             with ExitStack() as resources:
+                parts = ModelParts(self._predictor.model, resources)
                 packed = pack(self._predictor)
                 resources.callback(os.close, packed)
-                supervisor = Supervisor(num_members=self._count, start_timeout_s=START_S)
-                self._watch(resources.enter_context(supervisor), packed)
+                supervisor = Supervisor(num_members=self._count * parts.count, start_timeout_s=START_S)
+                self._watch(resources.enter_context(supervisor), packed, parts)
         except BaseException as failure:  # reported by `start`, and on the server's page
             self.failure = failure
         finally:
             self.ended.set()
 
-    def _watch(self, supervisor: Supervisor, packed: int) -> None:
+    def _watch(self, supervisor: Supervisor, packed: int, parts: ModelParts) -> None:
         staffing = Staffing()
         for _ in range(self._count):
-            self._start(supervisor, packed)
+            self._start(supervisor, packed, parts)
         while self._wanted.is_set():
             while not self.to_kill.empty():
                 supervisor.kill(self.to_kill.get())
@@ -303,22 +307,31 @@ class Replicas:
                         sentence = f"worker {worker} does not respond ({seen}); it is killed"
                         self._on_note(time.monotonic(), sentence, False)
                         supervisor.kill(worker)
-                    case Ended(member=worker):
-                        failure = event.failure
+                    case Ended(member=member, failure=failure) if member in self._worker_of:
+                        worker = self._worker_of[member]
+                        if failure is None and member != worker:
+                            continue  # its first process is gone, which says why
+                        for other in [one for one, its in self._worker_of.items() if its == worker]:
+                            del self._worker_of[other]
+                            supervisor.kill(other)
                         why = failure.sentence if failure is not None else f"{event.name} has ended"
                         self._on_note(time.monotonic(), f"{why}; a new one replaces it", True)
                         if not staffing.replaces(worker):
                             raise ManyhandsError(why)
-                        self._start(supervisor, packed)
+                        self._start(supervisor, packed, parts)
 
-    def _start(self, supervisor: Supervisor, packed: int) -> None:
-        self._last += 1
+    def _start(self, supervisor: Supervisor, packed: int, parts: ModelParts) -> None:
+        worker = self._last + 1
         ours, theirs = socket.socketpair()
-        with theirs:  # the worker has its copy; when it dies, ours must reach end of file
-            descriptors = {"model": packed, "requests": theirs.fileno()}
-            role = Role(name=f"worker {self._last}", target=replica, descriptors=descriptors)
-            supervisor.start(role, self._last)
-        self._on_start(self._last, ours)
+        with ExitStack() as copies:  # the worker has its own; when it dies, ours must reach end of file
+            copies.enter_context(theirs)
+            more, others = parts.roles(f"worker {worker}", copies)
+            descriptors = {"model": packed, "requests": theirs.fileno(), **more}
+            first = Role(name=f"worker {worker}", target=replica, descriptors=descriptors)
+            for role in (first, *others):
+                self._last += 1
+                self._worker_of[supervisor.start(role, self._last)] = worker
+        self._on_start(worker, ours)
 
 
 MOST_WORKERS = 256

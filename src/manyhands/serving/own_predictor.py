@@ -121,7 +121,7 @@ class OwnPredictor(ModulePredictor[list[ModelInput]]):
 
     def _computed(self, batch: ModelInput, number: int) -> Any:
         kept = next(self.model.parameters(), torch.empty(0)).dtype
-        if self.precision == "bf16":
+        if kept == torch.bfloat16:  # by `precision`
             batch = {key: one.to(kept) if one.is_floating_point() else one for key, one in batch.items()}
         places = [one for key, one in batch.items() if isinstance(key, int)]
         names = {key: one for key, one in batch.items() if isinstance(key, str)}

@@ -92,6 +92,9 @@ class FederatedTraining(ExchangeTraining):
                 parties[f"measures{suffix}"] = measures
                 spreads = {name: spread_of(values) for name, values in measures.items()}
                 besides[f"fairness{suffix}"] = spreads
+        if strategy.gives_own_models:  # of clients' own models on their own samples
+            means = {name: spread["mean"] for name, spread in besides.get("fairness", {}).items() if spread}
+            besides["final"] = {f"personal_{name}": mean for name, mean in means.items()}
         return samples, {**besides, "parties": parties}
 
     def notices(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from manyhands.engine.clipping import clip_own, logged
 from manyhands.engine.computing import Built, Computed, Computer, TrainingPlan
 from manyhands.engine.exchange import Meter, Resources, SentFor, SingleExchange
 from manyhands.engine.options import MEAN
+from manyhands.engine.profiler import StepProfiler
 from manyhands.engine.reduction import require_reduction
 from manyhands.engine.reporting import Reporter, StepBook, WorkerContext
 from manyhands.engine.run import overlap_summary
@@ -80,10 +81,11 @@ class HogwildTrainer:
         self._stepper: SharedStepper | None = None
         self._broken = self._cause = ""
         self._course = Course()
+        self._profiler = StepProfiler(plan.profiled, self.rank)
 
     def run(self, start: Loaded | None = None) -> Trained:
         """Train from `start`, whose tensors it removes, or from scratch; NonFinite on the worker whose loss broke."""
-        with self._computer.loading_ahead():
+        with self._computer.loading_ahead(), closing(self._profiler):
             return self._run(start)
 
     def _run(self, start: Loaded | None) -> Trained:
@@ -197,6 +199,8 @@ class HogwildTrainer:
             for _ in range(self._scheduled, step):
                 self._built.scheduler.step()
         self._scheduled = step
+        if self._plan.profiled is not None:
+            self._profiler.before(step)
         begin = time.monotonic_ns()
 
         def prepare(batch: Any) -> None:
@@ -220,6 +224,8 @@ class HogwildTrainer:
         if worker_context.stop_requested() or self._broken:
             order.stop(step)
         order.leave(step)
+        if self._plan.profiled is not None:
+            self._profiler.after()
         end = time.monotonic_ns()
         waits = collections.Counter(order.take_waits()) + collections.Counter(stepper.take_waits())
         self._record(step, mine, (begin, end), waits, facts)

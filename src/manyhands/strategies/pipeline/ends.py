@@ -193,7 +193,7 @@ class TrainingEnds:
         model.require_call()
         self._collect()
         self._pending = self._computer.reader.ask(loss), piece.weight
-        return loss * (piece.weight * self._share.weight)
+        return loss * (piece.weight * self._share.weight * self._computer.loss_scale)
 
     def mean_loss(self) -> float:
         """Mean loss over the share, from the micro-batches whose loss was computed here; 0 where none was."""

@@ -154,6 +154,7 @@ class Pipeline(Strategy):
             promises=IN_STEP,
             stepping=(Stepping.IN_PIECES if self.tensor > 1 else apart,),
             splits_batches=False,
+            leaves_steps_out=True,
             uses_links=True,
             model_parts=self.stages * self.tensor,
             straggler_advice="a pipeline is as fast as its slowest stage; give that stage fewer layers with cuts=…",

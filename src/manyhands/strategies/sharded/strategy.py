@@ -63,6 +63,7 @@ class Sharded(Strategy):
     @property
     def facts(self) -> Facts:
         return Facts(
+            leaves_steps_out=True,
             promises=IN_STEP,
             stepping=(Stepping.IN_PIECES, Stepping.APART),
             uses_links=True,  # nobody has the whole in memory that others see

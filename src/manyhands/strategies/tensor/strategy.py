@@ -84,6 +84,7 @@ class Tensor(Strategy):
             promises=IN_STEP,
             stepping=(Stepping.IN_PIECES,),
             splits_batches=False,
+            leaves_steps_out=True,
             uses_links=True,  # activations and their gradients travel inside forward and backward
             # As many as workers where nothing else is said, which the value does not know.
             model_parts=max(1, self.slices),
