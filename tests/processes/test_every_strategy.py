@@ -122,6 +122,34 @@ def test_torchrun_cuts_the_model_as_launch_does(tmp_path: Path, alone: dict[str,
     assert distance(torch.load(tmp_path / "weights.pt"), alone) < 1e-9
 
 
+DROPPING = """
+import torch
+from torch import nn
+import manyhands as mh
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 6), nn.Dropout(0.5), nn.Linear(6, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with mh.join() as group:
+    torch.rand(group.rank)  # whose random numbers now differ from the others'
+    model, optimizer = group.prepare(model, optimizer)
+    for _ in range(3):
+        loss = model(torch.ones(5, 4)).square().mean()
+        every = group.mean(loss)  # of the slices of one batch, the first one's
+        assert torch.equal(every, loss.detach()), (every, loss)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_slices_of_a_layer_drop_the_same_activations(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(DROPPING)
+    done = run(BIN / "manyhands", "launch", script, "--workers", "2", "--strategy", "tensor")
+    assert done.returncode == 0, done.stderr
+
+
 def workers_of(launcher: int) -> list[int]:
     """The processes below a launcher that run the script, the youngest last."""
     below, found = [launcher], []
