@@ -79,6 +79,12 @@ def _npy(folder: Path) -> None:
         np.save(file, np.arange(60.0).reshape(12, 5))
 
 
+def _read_values(folder: Path) -> object:
+    from manyhands.data.file_reader import read_values
+
+    return list(read_values(str(folder / "sample")))
+
+
 def _parquet(folder: Path) -> None:
     import pyarrow
     from pyarrow import parquet
@@ -238,6 +244,8 @@ ROWS = (
     Reader(name="images-json", make=_images("sample.json"), read=_read_images("sample.json"),
            files=("sample.json",)),
     Reader(name="images-png", make=_images("sample.png"), read=_read_images("sample.png"), files=("sample.png",)),
+    Reader(name="values-npy", make=_npy, read=_read_values),
+    Reader(name="values-json", make=written(b'{"inputs": [[1, 2.5], "a text", {"x": null}]}'), read=_read_values),
     Reader(name="text", make=written(TEXT), read=_read_text),
     Reader(name="libsvm", make=written(_LIBSVM), read=_rows(format="libsvm")),
     Reader(name="libsvm-hashed", make=written(_LIBSVM), read=_rows(format="libsvm", bits=10, skip_bad=True)),

@@ -115,7 +115,7 @@ class WorkerGroup:
         results = tuple(prepared.get(id(one), one) for one in objects)
         return results[0] if len(results) == 1 else results
 
-    def step(self, batch: Any, loss: Callable[..., torch.Tensor]) -> torch.Tensor:
+    def step(self, batch: Any, loss: Callable[..., torch.Tensor | float]) -> torch.Tensor:
         """Collective: forward and backward of this worker's batch; the mean of `loss(model, batch)` over all workers.
 
         The same under every strategy; `pipeline`, where no worker can call the model, needs it. Then comes
@@ -123,7 +123,7 @@ class WorkerGroup:
         """
         runner = self._rounds.exchange.runner
         if runner is None:
-            value = loss(*self._models, batch)
+            value = torch.as_tensor(loss(*self._models, batch))
             if value.requires_grad:
                 value.backward()  # type: ignore[no-untyped-call]
             return self.mean(value)
