@@ -23,11 +23,13 @@ SCRIPT = Path(__file__).with_name("free_loop_script.py")
 NO_CLIP = {"accumulate": 1, "clip": 0}  # where several servers have the gradient, or each batch is a step
 
 
-def run(folder: Path, *start: str | Path, **asked: Any) -> subprocess.CompletedProcess[str]:
+def run(
+    folder: Path, *start: str | Path, script: Path = SCRIPT, starts: int = 0, **asked: Any
+) -> subprocess.CompletedProcess[str]:
     folder.mkdir(exist_ok=True)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "FREE_LOOP": json.dumps(asked)}
     started = {"trains": True, "compiler": True, "capture_output": True, "text": True, "timeout": 120}
-    done = warm.run((*start, SCRIPT, folder), **started, check=False, env=env)
+    done = warm.run((*start, script, folder), **started, starts=starts, check=False, env=env)
     assert done.returncode == 0, done.stderr
     return done
 
@@ -35,14 +37,8 @@ def run(folder: Path, *start: str | Path, **asked: Any) -> subprocess.CompletedP
 def launch(
     folder: Path, strategy: str, workers: int, out: Path | None = None, **asked: Any
 ) -> subprocess.CompletedProcess[str]:
-    folder.mkdir(exist_ok=True)
     options = ["--workers", str(workers), "--strategy", strategy, *(["--out", str(out)] if out else [])]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "FREE_LOOP": json.dumps(asked)}
-    started = {"trains": True, "compiler": True, "capture_output": True, "text": True, "timeout": 120}
-    command = (str(BIN / "manyhands"), "launch", SCRIPT, *options, "--", folder)
-    done = warm.run(command, **started, check=False, env=env)
-    assert done.returncode == 0, done.stderr
-    return done
+    return run(folder, BIN / "manyhands", "launch", *options, **asked)
 
 
 def ended(folder: Path, rank: int = 0) -> dict[str, Any]:
@@ -121,6 +117,14 @@ def test_a_killed_process_is_followed_by_one_that_takes_its_place(
     assert "recovered after" in done.stderr
     require_equal(folder, alone["all"], 3)
     assert audit_run(kept).found.verdict is Verdict.COMPLETE
+
+
+def test_under_torchrun_the_first_rank_serves(tmp_path: Path, alone: dict[str, dict[str, Any]]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.read_text().replace("mh.join(", 'mh.join(strategy="ps", '))
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
+    run(tmp_path / "ours", *torchrun, script=script, starts=3)
+    require_equal(tmp_path / "ours", alone["all"], 2)
 
 
 def test_where_batches_are_given_out_a_killed_workers_batch_is_its_successors(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from manyhands.engine.fitting import await_workers
 from manyhands.engine.options import EarlyStopping, StoppingCount
 from manyhands.engine.training import Keeping
-from manyhands.errors import DataError, UserError, format_bytes
+from manyhands.errors import DataError, UserError, format_bytes, num_of
 from manyhands.native.warming import prepare, spent_s
 from manyhands.observe.draw.bars import Bars
 from manyhands.strategy import Strategy
@@ -38,6 +38,7 @@ _log = logging.getLogger("manyhands")
 _MOST_GUESSED = 32  # labels that are integers: of more, they are guessed to be a number
 _ROW_BYTES = 72  # labels, targets and weights, with copies, and in which leaf it is
 _CLASS_BYTES = 40  # scores with a copy, gradient and hessian
+_READING_BYTES = 128 << 20  # blocks of rows that are read, and what allocators keep of them
 _LEAST_SHARE = 1e-15  # of a class without rows to train on
 
 
@@ -130,6 +131,7 @@ def gbdt_task(
             start_trees=len(table.start.trees) if table.start is not None else 0,
             largest_weight=float(first.sample.weights.max()),
             labels=first.labels,
+            note=first.guess,
             gbdt=first.options,
         )
 
@@ -174,7 +176,8 @@ class _FirstPass:
                 f"memory={format_bytes(room)}: {rows:,} rows need {format_bytes(needed)} besides their bins; give more "
                 "memory or fewer rows"
             )
-        return needed + rows * len(self.bins.features) > room
+        sampled = sum(block.values.nbytes for block in self.sample.blocks if block.sparse is None)
+        return needed + rows * len(self.bins.features) + sampled + _READING_BYTES > room
 
     def binned(self, folder: str, on_rows: OnRows, threads: int) -> BinnedRows:
         advance = iter([on_rows])  # where rows are gone through twice, the bar shows the first time
@@ -183,6 +186,7 @@ class _FirstPass:
             return self.holdout.only(self.source.blocks(next(advance, None)), held=False)
 
         layout, labels = bundled_layout(self.bins, self.sample.blocks), (self._targets, self.sample.weights)
+        self.sample = replace(self.sample, blocks=[])  # they are not needed any more
         return bin_rows(read, self.bins, layout, labels, folder, self._score, threads)
 
     def binned_held(self, valid: RowSource | None, folder: str) -> BinnedRows | None:
@@ -237,6 +241,9 @@ def _result(
     labels = NO_LABELS if task.labels in PAIRS and task.classes == 1 else task.labels
     model = GbdtModel.of(state, best, task.bins, options, biases.tolist(), _names(table), labels)
     earlier = table.start.trees if table.start is not None else ()
+    summary = trained.summary
+    if summary and task.note:
+        summary = {**summary, "notes": [*summary["notes"], task.note]}
     return GbdtResult(
         model=replace(
             model,
@@ -256,7 +263,7 @@ def _result(
         seconds=seconds,
         train_seconds=train_seconds,
         interrupted=not trained.summary,
-        summary=trained.summary,
+        summary=summary,
     )
 
 
@@ -308,13 +315,12 @@ def _objective(
     `known` are the labels of a model that training continues, `seen` those of the table.
     """
     names, where = source.label_names, source.name
-    shown = f"the label has {len(seen):,} values"
     guess = ""
     if asked == "auto":
         few = 2 <= len(seen) <= _MOST_GUESSED and bool((seen == np.floor(seen)).all())
         is_class = names is not None or few
         asked = "regression" if not is_class else "binary" if len(seen) == 2 else "multiclass"
-        guess = f"objective={asked}: {shown}; give --objective to choose"
+        guess = f"objective={asked}: the label has {num_of(len(seen), 'value')}; give --objective to choose"
     if asked == "regression":
         if names is not None:
             raise DataError(

@@ -67,11 +67,12 @@ class Labels(tuple[float | str, ...]):
             found: Any = pairs[text] if text in pairs else json.loads(text)
         except (ValueError, RecursionError):
             found = None
-        if not isinstance(found, list) or not 2 <= len(found) <= MOST_CLASSES:
-            raise ValueError(f"its labels are {text[:40]!r}")
-        values = [float(one) if type(one) is int else one for one in found]
-        kinds = {type(one) for one in values}
-        if kinds not in ({float}, {str}) or len(set(values)) != len(values):
+        given = found if isinstance(found, list) else []
+        values = [float(one) if type(one) is int and abs(one) < 1e300 else one for one in given]
+        is_good = all(isinstance(one, str) for one in values) or all(
+            isinstance(one, float) and one.is_integer() for one in values
+        )
+        if not is_good or not 2 <= len(values) <= MOST_CLASSES or len(set(values)) != len(values):
             raise ValueError(f"its labels are {text[:40]!r}")
         return cls(*values)
 
@@ -97,9 +98,11 @@ class Labels(tuple[float | str, ...]):
 
     def answers(self, chances: NDArray[np.float64]) -> list[dict[str, Any]]:
         """What a predictor says of rows whose probabilities of all classes these are."""
-        best = [self[at] for at in chances.argmax(axis=1).tolist()]
-        said = [dict(zip(self.names, row, strict=True)) for row in chances.tolist()]
-        return [{"label": one, "probabilities": row} for one, row in zip(best, said, strict=True)]
+        names, best = self.names, chances.argmax(axis=1).tolist()
+        return [
+            {"label": self[at], "probabilities": dict(zip(names, row, strict=True))}
+            for at, row in zip(best, chances.tolist(), strict=True)
+        ]
 
 
 NO_LABELS = Labels()
