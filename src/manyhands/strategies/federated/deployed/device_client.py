@@ -19,13 +19,15 @@ import torch
 
 from manyhands.data.store.rundir import parameter_shapes
 from manyhands.errors import DataError, ManyhandsError, UserError, printable
-from manyhands.strategies.federated.algorithms import algorithm_named
+from manyhands.strategies.federated.algorithms import FederatedFacts, algorithm_named
 from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate
-from manyhands.strategies.federated.clients import ClientTrainer, held, work_of
+from manyhands.strategies.federated.clients import ClientTrainer, held, held_names, work_of
 from manyhands.strategies.federated.deployed import protocol
 from manyhands.strategies.federated.deployed.device_job import DataSchema, initial_model, read_columns
 from manyhands.strategies.federated.deployed.protocol import MessageRejected, Reply, Unreached, whole_in
 from manyhands.strategies.federated.deployed.run_files import DeviceState, from_hex
+from manyhands.strategies.federated.privacy_noise import RoundNoise, clipped, system_draws
+from manyhands.strategies.federated.private_rounds import CLIENTS
 from manyhands.strategies.federated.secure import primitives as crypto
 from manyhands.strategies.federated.secure.fixedpoint import LOSS_ITEMS, FixedPoint, words_of
 from manyhands.strategies.federated.secure.primitives import ProtocolRefused, public_identity
@@ -160,6 +162,17 @@ def terms_from(sent: Any, items: int, strategy: Federated) -> tuple[SecureTerms,
     return terms, roster
 
 
+def private_update(strategy: Federated, update: ClientUpdate, terms: SecureTerms) -> ClientUpdate:
+    """What a device gives to a secure sum in a private run: clipped, with its share of the noise, and no loss."""
+    privacy = strategy.privacy
+    assert privacy.rule is not None, "asked for where there is a clip"
+    flat, _ = clipped(update.change, privacy.rule.bound)
+    noise = RoundNoise.of(privacy.noise, 1.0, bound=privacy.rule.bound, adapts=False)
+    draws = system_draws if privacy.noise_by == CLIENTS else None
+    steps = noise.in_steps(flat, terms.fixed.step, terms.threshold, draws)
+    return replace(update, change=[torch.from_numpy(steps * terms.fixed.step)], samples=1, loss=0.0)
+
+
 class Device:
     """One device in one run; `clock` and `sleep` can be replaced in tests."""
 
@@ -184,11 +197,18 @@ class Device:
         self._weights = held(self._model)
         self._optimizer = plan.task.optimizer(self._model.parameters())
         self._algorithm = algorithm_named(plan.strategy.algorithm)
+        parameters = len(list(self._model.parameters()))
+        self._algorithm.facts = FederatedFacts(names=held_names(self._model), parameters=parameters)
+        kept = self._algorithm.kept(self._weights)  # by this device, from round to round
+        self._kept_names = held_names(self._model)[: len(kept)]
+        if kept and (own := state.own(self._kept_names, kept)) is not None:
+            self._algorithm.states[self._client] = own
         work = work_of(plan.strategy)
         self._trainer = ClientTrainer(plan.task, self._model, self._algorithm, work, plan.seed)
         self._rounds, self._hash, self._after = -1, "", 0
         self._made: tuple[str, ClientUpdate] | None = None
-        self._updates = protocol.UpdateForm(plan.form, plan.strategy, plan.seed)
+        form = plan.form.with_more(self._algorithm.sent(self._weights))
+        self._updates = protocol.UpdateForm(form, plan.strategy, plan.seed)
         self._left = state.left(self._updates.parcel) if self._updates.keeps else None
         self._body: tuple[str, bytes, torch.Tensor | None] | None = None
         found = state.load()
@@ -275,6 +295,8 @@ class Device:
                 client=self._client, samples=samples, weights=self._weights, number=self._rounds
             )
             [made] = self._trainer.play([assigned], self._optimizer)
+            if self._client in self._algorithm.states:
+                self._state.keep_own(self._kept_names, self._algorithm.states[self._client])
             counted = min(made.samples, self._plan.strategy.max_samples)
             self._made = self._hash, replace(made, samples=counted)
         return self._made[1]
@@ -303,6 +325,8 @@ class Device:
                 raise ProtocolRefused("the server has a different key for this device")
             party = SecureClient(self._client, self._state.secret, roster, terms, bytes.fromhex(self._hash))
             words = words_of(terms.fixed, update, self._algorithm.weight(update))
+            if self._plan.strategy.privacy.rule is not None:
+                words = words_of(terms.fixed, private_update(self._plan.strategy, update, terms), 1.0)
             while party.stage < SecureStage.DONE:
                 target, message = f"/secure/{attempt}/{int(party.stage)}", self._stage_message(attempt, party)
                 if message is None or self._request("POST", target, party.answer(message, words)) is None:
