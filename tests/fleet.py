@@ -51,13 +51,14 @@ class Fleet:
             "--strategy",
             f"federated clients={devices} {strategy}",
         ]
-        self._serve += ["--data-schema", SCHEMA, "--out", str(self.run), "--port", str(self._port), *options]
+        self._serve += ["--out", str(self.run), "--port", str(self._port), *options]
+        self._serve += ["--data-schema", SCHEMA] if own is None else []
         self.server: subprocess.Popen[bytes] | None = None
         self.devices: dict[int, subprocess.Popen[bytes]] = {}
         self._log = (folder / "log.txt").open("wb")
         self._own = own
         task = build("digits") if own is None else own_task(own)
-        write_parts(folder, devices, task, ("images", "labels"))
+        write_parts(folder, devices, task, ("images", "labels") if own is None else ("0", "1"))
 
     def __enter__(self) -> Fleet:
         self.start_server()

@@ -82,7 +82,9 @@ class _Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.inside = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, 3 * _WIDTH)
+        self.norm = nn.LayerNorm(_WIDTH)
+        # No bias: that of keys has no gradient but rounding, which AdamW would scale up.
+        self.inside = nn.Linear(_WIDTH, 3 * _WIDTH, bias=False)
         self.mlp = nn.Sequential(
             nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, 32), nn.GELU(), nn.Linear(32, _WIDTH)
         )
@@ -98,8 +100,9 @@ def _transformer() -> nn.Module:
 
 
 def _next_letter(model: nn.Module, batch: Any) -> Tensor:
-    scores = model(batch[:, :-1])
-    return nn.functional.cross_entropy(scores.flatten(0, 1), batch[:, 1:].flatten())
+    letters = batch["letters"]
+    scores = model(letters[:, :-1])
+    return nn.functional.cross_entropy(scores.flatten(0, 1), letters[:, 1:].flatten())
 
 
 def _letters(value: Any) -> Tensor:
@@ -122,7 +125,7 @@ def transformer() -> Task:
         name="letters",
         model=_transformer,
         loss=_next_letter,
-        data=alphabet[starts % 26].repeat(2, 1),
+        data={"letters": alphabet[starts % 26].repeat(2, 1)},
         optimizer=partial(torch.optim.AdamW, lr=1e-2),
         batch_size=26,
         read_input=_letters,

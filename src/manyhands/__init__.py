@@ -114,7 +114,8 @@ _NAMES_IN = {
     "workloads.exporting": ("load",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_IN.items() for name in names}
-_MODULES = {"hooks": "interop.hooks", "tasks": "workloads.tasks"}  # as in `mh.tasks.build("digits")`
+_MODULES = {"hooks": "interop.hooks", "sklearn": "workloads.estimators", "tasks": "workloads.tasks"}
+"""As in `mh.tasks.build("digits")`."""
 
 
 def __getattr__(name: str) -> object:

@@ -56,6 +56,7 @@ def values_for(name: str) -> list[Any]:
         ("cnn", "pipeline stages=2", "fp32"),
         ("transformer", "pipeline stages=3", "fp32"),
         ("transformer", "pipeline stages=2", "bf16"),
+        ("transformer", "pipeline stages=2", "int8"),
         ("language", "pipeline stages=2 cuts=2", "fp32"),
         ("cnn", "tensor slices=2", "fp32"),
         ("transformer", "tensor slices=2", "fp32"),
@@ -82,7 +83,7 @@ def test_parts_answer_what_the_whole_model_does(runs: Path, name: str, strategy:
             ]
         if name == "transformer":
             status, said = asked(server, ["A" * (own_models.CONTEXT + 1)], connection)
-            assert (status, "it was trained with 5" in said["error"]) == (400, True), said
+            assert (status, "a shape that it takes is 5" in said["error"]) == (400, True), said
             assert asked(server, values, connection)[0] == 200, "the next request is answered"
         connection.close()
         assert server.view().deaths == 0

@@ -123,6 +123,28 @@ def test_a_large_table_is_sampled_and_binned_in_blocks(monkeypatch: pytest.Monke
     assert sampled.rows == 2_000
 
 
+def test_bins_beyond_the_memory_go_to_files_and_too_little_memory_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from manyhands.workloads.gbdt import training
+
+    values, labels = drawn_table(2_000)
+    made: list[str] = []
+    folder = training.tempfile.TemporaryDirectory
+    monkeypatch.setattr(
+        training.tempfile, "TemporaryDirectory", lambda prefix: made.append(prefix) or folder(prefix=prefix)
+    )
+    whole = trained(choice(values, labels), trees=3)
+    assert not made
+    in_files = trained(choice(values, labels), trees=3, memory_bytes=2_000 * 112 + 100)
+    assert made
+    assert render_model(in_files.model) == render_model(whole.model)
+    with pytest.raises(
+        UserError, match=r"memory=1\.0 KiB: 2,000 rows need 218\.8 KiB besides their bins; give more"
+    ):
+        trained(choice(values, labels), memory_bytes=1024)
+
+
 def test_more_rows_than_can_be_numbered_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from manyhands.workloads.gbdt import bin_table
 

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 
 import manyhands as mh
 import own_models
-from manyhands.errors import UserError
+from manyhands.errors import ManyhandsError, UserError
 from manyhands.serving.model_replica import answer_batch, answers_frame
 from manyhands.serving.opening import open_predictor
 from manyhands.serving.own_predictor import OwnPredictor
@@ -51,7 +51,7 @@ def test_an_array_is_what_the_loss_gives_the_model_and_the_answer_is_its_output(
     with torch.inference_mode():
         expected = predictor.model(pixels)
     np.testing.assert_allclose(predictor.answers(predictor.inputs(pixels.tolist())), expected, rtol=1e-6)
-    assert predictor.takes == "numbers of shape 1×8×8 (float32)"
+    assert predictor.takes == "an array of shape 1×8×8 (float32)"
     assert predictor.example == torch.zeros(1, 8, 8).tolist()
 
 
@@ -66,10 +66,10 @@ def test_texts_of_several_lengths_are_computed_apart_and_answered_in_order() -> 
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ([1, 2], "input 1 has shape 2; it must be numbers of shape 3 (float32)"),
-        ([[1, 2, 3]], "input 1 has shape 1×3; it must be"),
-        ([], "input 1 has shape 0; it must be"),
-        (7, "input 1 has shape of one number; it must be"),
+        ([1, 2], "input 1 has shape 2 (int64); it must be an array of shape 3 (float32)"),
+        ([[1, 2, 3]], "input 1 has shape 1×3 (int64); it must be"),
+        ([], "input 1 has shape 0 (float64); it must be"),
+        (7, "input 1 has shape () (int64); it must be"),
         ([1, [2], 3], "input 1 has rows of different lengths; it must be"),
         ([1, "2", 3], "input 1 has a value that does not fit; it must be"),
         ([True, False, True], "input 1 has a value that does not fit"),
@@ -91,7 +91,7 @@ def test_an_input_of_another_shape_gets_what_was_expected(value: Any, said: str)
 @pytest.mark.parametrize("value", [[1.5], [2**40], [-1], [True]])
 def test_integers_are_neither_cut_off_nor_overflow(value: Any) -> None:
     predictor = asking(of_linear(nn.Embedding(4, 2), torch.zeros(4, 1, dtype=torch.uint8)))
-    with pytest.raises(UserError, match=r"input 0 .*integers of shape 1 \(uint8\)"):
+    with pytest.raises(UserError, match=r"input 0 .*an array of shape 1 \(uint8\)"):
         predictor.inputs([value])
 
 
@@ -103,8 +103,10 @@ def test_wrong_inputs_beside_good_ones_are_refused_alone() -> None:
     assert results[1]["error"] == (
         "input 0 cannot be read (ValueError: it is not text); it must be a text of capital letters"
     )
-    assert results[2]["error"].startswith("input 0 has shape 13, which the model cannot take (")
-    assert results[2]["error"].endswith("; it was trained with 5")
+    assert results[2]["error"] == (
+        "input 0 has shape 13 (int64), which the model cannot take (IndexError: index out of range in self); "
+        "a shape that it takes is 5 (int64)"
+    )
     assert results[0]["answers"] + results[3]["answers"] == predictor.answers(
         predictor.inputs(["ABC", "AB", "XYZ"])
     )
@@ -150,7 +152,9 @@ def test_without_data_an_example_says_what_the_model_takes() -> None:
     assert len(predictor.answers(predictor.inputs(["A", "BC"]))) == 2
     with pytest.raises(UserError, match=r"can only be iterated.*give the task read_input and example_input"):
         asking(replace(streamed, example_input=None))
-    with pytest.raises(UserError, match="input 0 has shape 1; it must be numbers of shape 3"):
+    with pytest.raises(
+        UserError, match=r"its example_input: input 0 has shape 1 \(int64\); it must be an array of shape 3"
+    ):
         asking(of_linear(example_input=[1]))
 
 
@@ -163,7 +167,7 @@ def test_a_model_whose_output_has_no_row_for_each_input_never_mixes_answers() ->
     results = answer_batch(predictor, [{"inputs": [[1, 2, 3], [4, 5, 6]]}])
     assert results[0]["status"] == 500
     assert (
-        "gave a tensor of shape 1×3 for 2 inputs; its first dimension must be the batch"
+        "gave a tensor of shape 1×3 (float32) for 2 inputs; its first dimension must be the batch"
         in results[0]["error"]
     )
 
@@ -178,6 +182,28 @@ def test_an_answer_that_is_no_json_is_an_error_of_its_request_alone() -> None:
     }
     assert sent[1] == bad[1]
     assert predictor.takes
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"write_answer": lambda row: row["no"]}, "write_answer failed for input 0 (IndexError: "),
+        ({"read_input": lambda value: value}, "read_input gave a list; it must give a tensor"),
+        ({"model": lambda: Fails(3, 2)}, "the model failed on input 0 (ArithmeticError: no luck)"),
+    ],
+)
+def test_what_fails_in_the_task_is_one_sentence_on_the_command_line_too(changes: Any, said: str) -> None:
+    predictor = asking(replace(of_linear(), **changes))
+    with pytest.raises(ManyhandsError) as caught:
+        predictor.answers(predictor.inputs([[1, 2, 3]]))
+    assert said in str(caught.value)
+    (result,) = answer_batch(predictor, [{"inputs": [[1, 2, 3]]}])
+    assert (result["status"], result["error"]) == (500, str(caught.value))
+
+
+class Fails(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ArithmeticError("no luck")
 
 
 def test_fewer_bits_answer_nearly_the_same() -> None:
@@ -209,7 +235,7 @@ def test_a_run_and_its_export_answer_files_alike(run: Path, tmp_path: Path) -> N
         predictor = open_predictor(place, own_models.cnn())
         [block] = predictor.blocks(str(tmp_path / "six.npy"), ReadAs())
         np.testing.assert_allclose([json.loads(line) for line in predictor.lines(block)], expected, rtol=1e-6)
-        with pytest.raises(UserError, match=r"six.json: input 6 has shape 1; it must be"):
+        with pytest.raises(UserError, match=r"six.json: input 6 has shape 1 \(int64\); it must be"):
             list(predictor.blocks(str(tmp_path / "six.json"), ReadAs()))
         [block] = predictor.blocks(str(tmp_path / "six.json"), ReadAs(skip_bad=True))
         assert (len(block), predictor.left_out) == (6, 1)
@@ -219,13 +245,32 @@ def test_a_run_and_its_export_answer_files_alike(run: Path, tmp_path: Path) -> N
         open_predictor(run, own_models.transformer())
 
 
-def test_a_program_computes_what_the_module_does(run: Path, tmp_path: Path) -> None:
-    made = export_program(ExportAsked(run=run, out=tmp_path / "model.pt2", task=own_models.cnn()))
+@pytest.mark.parametrize("make", [own_models.cnn, own_models.transformer])
+def test_a_program_computes_what_the_module_does(make: Any, tmp_path: Path) -> None:
+    task, run = make(), tmp_path / "run"
+    mh.fit(task, "single", steps=3, out=run)
+    made = export_program(ExportAsked(run=run, out=tmp_path / "model.pt2", task=task))
     assert made.largest_difference is not None
     assert (made.steps, made.largest_difference <= 1e-5) == (3, True)
-    program, pixels = torch.export.load(made.path).module(), torch.rand(4, 1, 8, 8)
+    program = torch.export.load(made.path).module()
+    inputs = torch.rand(4, 1, 8, 8) if make is own_models.cnn else torch.randint(0, 64, (4, 5))
     with torch.inference_mode():
-        assert torch.allclose(program(pixels), mh.load(run, own_models.cnn())(pixels), atol=1e-5)
+        assert torch.allclose(program(inputs), mh.load(run, task)(inputs), atol=1e-5)
+
+
+def test_a_module_that_cannot_be_traced_gets_a_sentence(tmp_path: Path) -> None:
+    class Branches(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if x.sum() > 0 else x[:, :2]
+
+    task = of_linear(Branches(3, 2))
+    mh.fit(task, "single", steps=1, out=tmp_path / "run")
+    with pytest.raises(
+        UserError, match=r"torch.export cannot trace Branches for batches of any size"
+    ) as caught:
+        export_program(ExportAsked(run=tmp_path / "run", task=task))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run" / "model.pt2").exists()
 
 
 MODULE = """

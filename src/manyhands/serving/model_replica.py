@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from manyhands.errors import UserError
+from manyhands.errors import ManyhandsError, UserError
 from manyhands.places.local.control import RoleContext
 from manyhands.places.local.packed_job import load
 from manyhands.places.local.status import State
@@ -84,7 +84,9 @@ def _failed(error: Exception) -> dict[str, Any]:
     if isinstance(error, UserError):
         return {"status": 400, "error": str(error)[:_MOST_SHOWN]}
     traceback.print_exception(error, file=sys.stderr)
-    return {"status": 500, "error": f"the model failed: {type(error).__name__}: {error}"[:_MOST_SHOWN]}
+    said = isinstance(error, ManyhandsError)
+    why = str(error) if said else f"the model failed: {type(error).__name__}: {error}"
+    return {"status": 500, "error": why[:_MOST_SHOWN]}
 
 
 def answers_frame(results: Sequence[dict[str, Any]]) -> bytes:

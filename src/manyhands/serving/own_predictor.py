@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from manyhands.data.batches import BatchSource
@@ -30,6 +31,7 @@ ModelInput: TypeAlias = dict[int | str, Tensor]
 
 _AT_ONCE = 1024
 _MOST_TYPED = 1024  # numbers of an example that is shown
+_MOST_SHOWN = 120  # letters of somebody else's error
 _JITTER = 0.1
 _READ = {"f": np.float64, "i": np.int64, "u": np.uint64, "b": np.bool_}  # by the kind of an array's numbers
 
@@ -44,23 +46,26 @@ class OwnPredictor(ModulePredictor[list[ModelInput]]):
         super().__init__(model)
         self.task = task.name
         self._read, self._write = task.read_input, task.write_answer or as_json
-        self._example = task.example_input
-        if self._read is not None and task.example_input is not None:
-            self._first = _by_place(self._read(task.example_input))
-        else:
+        self._example, self._first = task.example_input, ModelInput()
+        said = self._read.__doc__ if isinstance(self._read, FunctionType) else None
+        self.takes = (said or "a value that its task reads").strip().splitlines()[0].rstrip(".")
+        if self._read is None or self._example is None:
             self._first = _first_input(model, task)
-        if self._read is None and len(self._first) > 1:
-            raise UserError(
-                f"task {task.name!r}: its model takes {len(self._first)} tensors; give the task read_input, a function "
-                "(JSON value) -> tuple or dict of them"
-            )
-        self.takes = self._words()
+        if self._read is None:
+            if len(self._first) > 1:
+                raise UserError(
+                    f"task {task.name!r}: its model takes {len(self._first)} tensors; give the task read_input, a "
+                    "function (JSON value) -> tuple or dict of them"
+                )
+            [first] = self._first.values()
+            self.takes = f"an array of shape {_sizes(first)}" if first.ndim else f"a number ({_dtype(first)})"
+            if self._example is None and first.numel() <= _MOST_TYPED:  # the sample itself is the user's data
+                self._example = as_json(torch.zeros_like(first))
         if task.example_input is not None:
-            self.inputs([task.example_input])  # a wrong one is found here
-        elif self._read is None and (first := next(iter(self._first.values()))).numel() <= _MOST_TYPED:
-            self._example = as_json(
-                torch.zeros_like(first)
-            )  # not the sample itself, which is the user's data
+            try:
+                self._first = self._row(0, task.example_input)
+            except UserError as error:
+                raise UserError(f"task {task.name!r}: its example_input: {error}") from error
 
     @property
     def example(self) -> Any:
@@ -101,7 +106,11 @@ class OwnPredictor(ModulePredictor[list[ModelInput]]):
             }
             output = self._computed(batch, numbers[0])
             for place, number in enumerate(numbers):
-                found[number] = self._write(_row_of(output, place, len(numbers)))
+                row = _row_of(output, place, len(numbers))
+                try:
+                    found[number] = self._write(row)
+                except Exception as error:
+                    raise ManyhandsError(f"write_answer failed for input {number} ({_why(error)})") from error
         return [found[number] for number in range(len(inputs))]
 
     def example_batch(self, count: int, seed: int = 0) -> tuple[Tensor, ...]:
@@ -128,14 +137,16 @@ class OwnPredictor(ModulePredictor[list[ModelInput]]):
         try:
             with torch.inference_mode():
                 return self.model(*places, **names)
+        except ManyhandsError:
+            raise
         except Exception as error:
-            shapes = {key: tuple(one.shape[1:]) for key, one in batch.items()}
-            usual = {key: tuple(one.shape) for key, one in self._first.items() if key in batch}
-            if shapes == usual or isinstance(error, ManyhandsError):
-                raise
+            given = [one[0] for one in batch.values()]
+            usual = [one for key, one in self._first.items() if key in batch]
+            if [one.shape for one in given] == [one.shape for one in usual]:
+                raise ManyhandsError(f"the model failed on input {number} ({_why(error)})") from error
             raise UserError(
-                f"input {number} has shape {_sizes(*shapes.values())}, which the model cannot take "
-                f"({first_line(error)[:80]}); it was trained with {_sizes(*usual.values())}"
+                f"input {number} has shape {_sizes(*given)}, which the model cannot take ({_why(error)}); a shape that "
+                f"it takes is {_sizes(*usual)}"
             ) from error
 
     def _row(self, number: int, value: Any) -> ModelInput:
@@ -145,15 +156,15 @@ class OwnPredictor(ModulePredictor[list[ModelInput]]):
         try:
             given = self._read(value.tolist() if isinstance(value, np.ndarray | np.generic) else value)
         except Exception as error:
-            why = f"{type(error).__name__}: {first_line(error)}"[:200]
-            raise UserError(f"input {number} cannot be read ({why}); it must be {self.takes}") from error
+            raise UserError(
+                f"input {number} cannot be read ({_why(error)}); it must be {self.takes}"
+            ) from error
         row = _by_place(given)
         for key, one in row.items():
             first = self._first.get(key, one)
             if one.ndim != first.ndim or one.is_floating_point() != first.is_floating_point():
                 raise UserError(
-                    f"input {number} has shape {_sizes(one.shape)} ({_dtype(one)}); the model was trained with "
-                    f"{_sizes(first.shape)} ({_dtype(first)})"
+                    f"input {number} has shape {_sizes(one)}; a shape that the model takes is {_sizes(first)}"
                 )
             row[key] = one.to(first.dtype)
         return row
@@ -169,29 +180,12 @@ class OwnPredictor(ModulePredictor[list[ModelInput]]):
         if array.size and array.dtype.kind not in kinds:
             raise UserError(f"input {number} has a value that does not fit; {wanted}")
         if array.shape != tuple(first.shape):
-            raise UserError(f"input {number} has shape {_sizes(array.shape)}; {wanted}")
+            raise UserError(f"input {number} has shape {_sizes(array)}; {wanted}")
         tensor = torch.from_numpy(array.astype(_READ[array.dtype.kind])).to(first.dtype)
         exact = tensor.isfinite().all() if first.is_floating_point() else (tensor.numpy() == array).all()
         if not exact:
             raise UserError(f"input {number} has a number that is not finite or too large; {wanted}")
         return tensor
-
-    def _words(self) -> str:
-        if self._read is not None:
-            said = self._read.__doc__ if isinstance(self._read, FunctionType) else None
-            return (said or "a value that its task reads").strip().splitlines()[0].rstrip(".")
-        [first] = self._first.values()
-        kind = (
-            "a number"
-            if first.is_floating_point()
-            else "true or false"
-            if first.dtype == torch.bool
-            else "an integer"
-        )
-        if not first.ndim:
-            return kind
-        many = {"a number": "numbers", "an integer": "integers"}.get(kind, kind)
-        return f"{many} of shape {_sizes(first.shape)} ({_dtype(first)})"
 
 
 def as_json(value: Any) -> Any:
@@ -246,10 +240,10 @@ def _first_input(model: nn.Module, task: Task) -> ModelInput:
     source = BatchSource(task.data, task.collate)
     count = min(2, len(source))
     given = inputs_of_loss(model, task, source.fetch(range(count)))
-    for key, one in given.items():
+    for one in given.values():
         if not one.ndim or len(one) != count:
             raise UserError(
-                f"task {task.name!r}: its loss gives the model a tensor of shape {_sizes(one.shape)} ({key!r}) for "
+                f"task {task.name!r}: its loss gives the model a tensor of shape {_sizes(one)} for "
                 f"{count} samples, but its first dimension must be the batch"
             )
     return {key: one[0].detach().clone() for key, one in given.items()}
@@ -266,7 +260,7 @@ def _by_place(given: Any) -> ModelInput:
         else {}
     )
     if not row or not all(isinstance(one, Tensor) for one in row.values()):
-        raise TypeError(
+        raise ManyhandsError(
             f"read_input gave a {type(given).__name__}; it must give a tensor, or a tuple or dict of them"
         )
     return row
@@ -276,21 +270,26 @@ def _row_of(output: Any, place: int, count: int) -> Any:
     if isinstance(output, Tensor):
         if not output.ndim or len(output) != count:
             raise ManyhandsError(
-                f"the model gave a tensor of shape {_sizes(output.shape)} for {count} inputs; its first dimension must "
+                f"the model gave a tensor of shape {_sizes(output)} for {count} inputs; its first dimension must "
                 "be the batch"
             )
         row = output[place]
         return row.float() if row.dtype == torch.bfloat16 else row
     if isinstance(output, Mapping):
-        return {key: _row_of(one, place, count) for key, one in output.items()}
+        kept = (Tensor, Mapping, tuple, list)  # a cache, say, is no answer
+        return {key: _row_of(one, place, count) for key, one in output.items() if isinstance(one, kept)}
     if isinstance(output, tuple | list):
         return tuple(_row_of(one, place, count) for one in output)
     raise ManyhandsError(f"the model gave a {type(output).__name__}; it must give tensors")
 
 
-def _sizes(*shapes: Sequence[int]) -> str:
-    return ", ".join("×".join(map(str, shape)) or "of one number" for shape in shapes)
+def _sizes(*arrays: Tensor | NDArray[Any]) -> str:
+    return ", ".join(f"{'×'.join(map(str, one.shape)) or '()'} ({_dtype(one)})" for one in arrays)
 
 
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _dtype(array: Tensor | NDArray[Any]) -> str:
+    return str(array.dtype).removeprefix("torch.")
+
+
+def _why(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"[:_MOST_SHOWN]

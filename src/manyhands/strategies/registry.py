@@ -26,7 +26,7 @@ class StrategyEntry:
     serving: str = ""
     """What cuts a trained model for serving in parts; empty where it does not."""
     loop: str = ""
-    """What joins a loop of the user's own (a `LoopKind`); empty where that is the training's exchange."""
+    """What joins a loop of the user's own (a `LoopEnd`); empty where that is the training's exchange."""
 
     @property
     def package(self) -> str:
@@ -89,6 +89,7 @@ STRATEGIES: Final[dict[str, StrategyEntry]] = {
         "strategies.ps.strategy:Ps",
         "strategies.ps.training:PsTraining",
         roles=("strategies.ps.live.server_process", "strategies.ps.live.worker_process"),
+        loop="strategies.ps.live.served_loop:ServedLoop",
     ),
     "hogwild": StrategyEntry(
         "strategies.hogwild.strategy:Hogwild",

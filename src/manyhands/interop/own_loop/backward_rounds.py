@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -26,19 +27,24 @@ from torch.amp.grad_scaler import GradScaler
 from torch.cpu.amp.grad_scaler import GradScaler as CpuGradScaler
 from torch.cuda.amp.grad_scaler import GradScaler as CudaGradScaler
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from manyhands.data.batches import split
+from manyhands.data.store.checkpoint import Loaded
 from manyhands.data.store.state_tree import restore_optimizer
 from manyhands.engine.clipping import clip_norm
 from manyhands.engine.desync_check import Agreement
 from manyhands.engine.exchange import BatchPiece, Exchange, LocalStep, PeerTraffic, Traffic
 from manyhands.engine.reporting import StepBook, WorkerContext
 from manyhands.errors import UserError
-from manyhands.interop.own_loop.readings import Draws, Readings
+from manyhands.interop.own_loop.readings import Draws, Readings, Turn
 from manyhands.interop.own_loop.small_sums import BufferKeeper, Call, CopyWords, Word, Words, require_same
 from manyhands.interop.own_loop.whole_states import WholeStates
 from manyhands.places.local.status import State
 
-__all__ = ["PartsScaler", "Rounds", "unscale"]
+__all__ = ["MEMORY", "GradientWatch", "PartsScaler", "Rounds", "unscale"]
+
+MEMORY: Final = "manyhands: what the exchange remembers"  # beside the user's own `extra` in a checkpoint
 
 
 class RoundClock:
@@ -147,6 +153,8 @@ class Rounds:
 
     Where workers hold copies, their parameters are compared every `check_every` rounds; 0: never.
     """
+
+    together = True  # every batch is split over all workers, and all take every step
 
     def __init__(
         self, words: Words, exchange: Exchange, worker_context: WorkerContext, check_every: int = 0
@@ -269,8 +277,9 @@ class Rounds:
         """Collective: the whole model's state, on worker 0 at least."""
         return self.exchange.model_state(self.require_model())
 
-    def optimizer_state(self) -> dict[str, Any]:
-        """Collective: the optimizer's whole state, on worker 0."""
+    def optimizer_state(self, folder: Path) -> Mapping[str, Any] | None:
+        """Collective, before a checkpoint is written to `folder`: the optimizer's whole state, on worker 0."""
+        del folder
         found = self.exchange.optimizer_state() if self._states is None else self._states.optimizer_state()
         return found or {}
 
@@ -311,6 +320,28 @@ class Rounds:
         """Collective: UserError unless the batch that all workers have read is the same."""
         found = enumerate(self.words.meet(Call.EPOCH, mark))
         _require_one_batch({rank: int(word.value) for rank, word in found})
+
+    def sharing(self) -> Callable[[int], Turn | None]:
+        """How a loader is shared out that is read from now on: of a batch's size, this worker's samples, if any."""
+        return lambda size: Turn(split(size, self.part.index, self.part.count))
+
+    def require_own_streams(self) -> None:
+        """UserError where a worker cannot have a stream of its own."""
+        if self.part.count != self.world:
+            raise UserError(
+                f"split=False: under this strategy {self.world // self.part.count} workers compute on the same "
+                "batch, so a worker cannot have a stream of its own; leave split=False out"
+            )
+
+    def prepare_scheduler(self, scheduler: LRScheduler) -> None:
+        """Nothing to do: it is stepped as often as in one process."""
+
+    def loaded(self, folder: Path, loaded: Loaded) -> None:
+        """Collective, when every worker has loaded model and optimizer: the rest of the checkpoint."""
+        del folder
+        memory, kept = loaded.extra.pop(MEMORY, {}), self.exchange.kept
+        if kept is not None:
+            kept.load(memory)
 
     def leave(self) -> None:
         """Collective: leave together. A worker that leaves early contributes nothing to the rounds of the others.

@@ -25,7 +25,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -33,10 +33,12 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.engine.exchange import Exchange, Resources, SingleExchange
+from manyhands.engine.loop_end import LoopEnd
 from manyhands.engine.options import TLS_VARIABLE, Options
 from manyhands.engine.worker_processes import exchanging, loop_exchange
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.interop.own_loop.backward_rounds import Rounds
+from manyhands.interop.own_loop.free_rounds import FreeRounds, StoreWords
 from manyhands.interop.own_loop.small_sums import AloneCollective, Call, Words
 from manyhands.observe.analyse.collect import Collector
 from manyhands.observe.record.clocks import Bracket, Offset, offset_from
@@ -54,7 +56,7 @@ from manyhands.transport.link.tcp import TcpLink
 from manyhands.transport.link.torch_p2p import TorchLink
 from manyhands.transport.liveness import Alarm
 
-__all__ = ["GroupConnection", "LoopKind", "Unwatched", "choose", "connect", "keeping", "own_loop_config"]
+__all__ = ["GroupConnection", "Unwatched", "choose", "connect", "keeping", "own_loop_config"]
 
 _log = logging.getLogger("manyhands")
 
@@ -74,15 +76,6 @@ class GroupConnection:
     rounds: Callable[..., Rounds] = Rounds  # made of words, exchange, worker context and `check_every`
     abort: Callable[[], None] = lambda: None  # end the waits of the others: this worker has failed
     close: Callable[[], None] = lambda: None  # say farewell; before `words` and `exchange` are closed
-
-
-class LoopKind(Protocol):
-    """How workers of a strategy connect whose rounds are not those of an exchange: `loop` of its registry entry."""
-
-    def connect(
-        self, place: ProcessPlace, name: str, strategy: Strategy, timeout_s: float
-    ) -> GroupConnection:
-        """Collective: connect this process to the others of the group `name`."""
 
 
 _ALONE = "single"
@@ -110,9 +103,10 @@ def connect(place: ProcessPlace, name: str, requested: Strategy | None, timeout_
     if place.world == 1:
         alone, words = Strategy.parse(_ALONE), Words(AloneCollective())
         return GroupConnection(strategy=alone, words=words, exchange=SingleExchange())
-    kind: LoopKind | None = STRATEGIES[requested.word].load_loop() if requested is not None else None
-    if requested is not None and kind is not None:
-        return kind.connect(place, name, requested, timeout_s)
+    loop: type[LoopEnd] | None = STRATEGIES[requested.word].load_loop() if requested is not None else None
+    if requested is not None and loop is not None:
+        end = loop.open(place, name, requested, timeout_s)
+        return GroupConnection(strategy=requested, words=StoreWords(end), exchange=end, rounds=FreeRounds)
     store = PrefixStore(f"manyhands/{name}", place.open_store(timeout_s))
     with ExitStack() as stack:
         stack.enter_context(nullcontext(store))  # rank 0 may host it: it lives as long as the group

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -24,14 +24,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from manyhands.data.store.checkpoint import CheckpointStore, Loaded, NoCheckpoint, Snapshot
 from manyhands.engine.device import moved
 from manyhands.errors import UserError
-from manyhands.interop.own_loop.backward_rounds import PartsScaler, Rounds
+from manyhands.interop.own_loop.backward_rounds import MEMORY, PartsScaler, Rounds
 from manyhands.interop.own_loop.prepared_loader import pieces_of, prepare_loader
 from manyhands.interop.own_loop.small_sums import Call
 from manyhands.strategy import Strategy
 
 __all__ = ["WorkerGroup"]
-
-_MEMORY: Final = "manyhands: what the exchange remembers"  # beside the user's own `extra` in a checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -111,6 +109,9 @@ class WorkerGroup:
         if self._rounds.in_parts:
             enabled = (one for one in scalers if one.is_enabled())
             prepared |= {id(one): PartsScaler(one, self._rounds.unscale) for one in enabled}
+        for one in objects:
+            if isinstance(one, LRScheduler):
+                self._rounds.prepare_scheduler(one)
         results = tuple(prepared.get(id(one), one) for one in objects)
         return results[0] if len(results) == 1 else results
 
@@ -188,18 +189,19 @@ class WorkerGroup:
         """
         model = self._rounds.require_model()
         self._words.meet(Call.SAVE, step)
+        optimizer: Mapping[str, Any] | None
         if len(self._optimizers) == 1:
-            optimizer = self._rounds.optimizer_state()
+            optimizer = self._rounds.optimizer_state(Path(folder))
         else:
             optimizer = {str(number): one.state_dict() for number, one in enumerate(self._optimizers)}
         kept, state = self._rounds.exchange.kept, self._rounds.model_state()
         memory = kept.gather() if kept is not None else {}
-        if self.is_main and state is not None:
+        if self.is_main and state is not None and optimizer is not None:
             snapshot = Snapshot(
                 step=step,
                 model=state,
-                optimizer=optimizer,
-                extra={**(extra or {}), **({_MEMORY: dict(memory)} if memory else {})},
+                optimizer=dict(optimizer),
+                extra={**(extra or {}), **({MEMORY: dict(memory)} if memory else {})},
                 may_hold_infinity=frozenset(name for name, _ in model.named_buffers()),
             )
             CheckpointStore(Path(folder), keep).save(snapshot)
@@ -222,9 +224,7 @@ class WorkerGroup:
                     optimizer, loaded.optimizer[str(number)] if many else loaded.optimizer
                 )
                 optimizer.zero_grad()
-            memory, kept = loaded.extra.pop(_MEMORY, {}), self._rounds.exchange.kept
-            if kept is not None:
-                kept.load(memory)
+            self._rounds.loaded(Path(folder), loaded)
         self._words.meet(Call.LOAD)
         self._rounds.clock.start()
         return Resumed(step=loaded.step, extra=loaded.extra) if loaded is not None else None
@@ -291,8 +291,8 @@ class WorkerGroup:
         found = torch.tensor([-1.0 if loaded is None else loaded.step], dtype=torch.float64)
         self._words.broadcast(found.view(torch.uint8))
         which = int(found.item())
-        if self.is_main or which < 0:
-            return loaded
+        if which < 0 or (loaded is not None and loaded.step == which):
+            return loaded if which >= 0 else None
         try:
             return store.load(which)
         except NoCheckpoint as error:

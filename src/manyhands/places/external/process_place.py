@@ -43,6 +43,9 @@ class Launched:
     strategy: Strategy | None = None
     device: str | None = None
     joins: int = 0  # how many groups the script has joined
+    role: tuple[str, int] | None = None  # where servers are among the processes: worker or ps, and its number
+    world: int = 0  # then, how many processes there are
+    counts: dict[str, Any] = field(default_factory=dict)  # what the process reports at its end
 
 
 launched: Launched | None = None  # set while a launched script runs in this process
@@ -97,10 +100,12 @@ def joining_place(environment: Mapping[str, str] = os.environ) -> ProcessPlace:
         )
     if launched is not None:
         context = launched.context
+        role, rank = launched.role or ("worker", context.rank)
         return ProcessPlace(
-            rank=context.rank,
-            world=context.world,
+            rank=rank,
+            world=launched.world or context.world,
             kind="launch",
+            role=role,
             open_store=lambda _: FileStore(f"/proc/self/fd/{context.descriptor('store')}", context.world),
             launched=launched,
         )

@@ -220,7 +220,7 @@ class Ps(Strategy):
             "worker sees every evaluation",
             cannot_stop="the servers of ps assign work up to the requested last step, so the run ends here at once",
             cannot_cross_hosts="",
-            instead_of_own_loop="give mh.fit a Task for ps",
+            instead_of_own_loop="give mh.fit a Task for push=parameters" if self.averages else "",
             refused_buffers={
                 "synchronize": "its workers do not compute on parts of the same batch at the same time",
                 "mean": "its workers end one by one, and the model has the buffers of the last one",

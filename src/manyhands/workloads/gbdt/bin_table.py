@@ -111,7 +111,9 @@ class RowSample:
     held_labels: Numbers
     held_weights: Numbers
 
-    def bins(self, max_bin: int, categorical: frozenset[int], where: str, threads: int = 1) -> BinTable:
+    def bins(
+        self, max_bin: int, categorical: frozenset[int], where: str, threads: int = 1, least_rows: int = 3
+    ) -> BinTable:
         most = min(_MOST_COLUMNS, available_bytes() // _COLUMN_BYTES)
         if self.columns > most:  # as one absurd index makes it
             raise UserError(
@@ -132,7 +134,7 @@ class RowSample:
             counts = counts.astype(np.int64)
             if column in categorical:
                 return bins_of_categories(column, values, counts, max_bin, where)
-            return bins_of_numbers(column, values, counts, max_bin)
+            return bins_of_numbers(column, values, counts, max_bin, least_rows)
 
         size = max(1, min(_COLUMNS_AT_ONCE, -(-len(columns) // (4 * threads))))
         parts = [columns[begin : begin + size].tolist() for begin in range(0, len(columns), size)]

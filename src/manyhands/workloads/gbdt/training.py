@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from manyhands.engine.fitting import await_workers
 from manyhands.engine.options import EarlyStopping, StoppingCount
 from manyhands.engine.training import Keeping
-from manyhands.errors import DataError, UserError
+from manyhands.errors import DataError, UserError, format_bytes
 from manyhands.native.warming import prepare, spent_s
 from manyhands.observe.draw.bars import Bars
 from manyhands.strategy import Strategy
@@ -36,6 +36,8 @@ __all__ = ["GbdtResult", "TableChoice", "gbdt_task", "train_gbdt"]
 
 _log = logging.getLogger("manyhands")
 _MOST_GUESSED = 32  # labels that are integers: of more, they are guessed to be a number
+_ROW_BYTES = 72  # labels, targets and weights, with copies, and in which leaf it is
+_CLASS_BYTES = 40  # scores with a copy, gradient and hessian
 _LEAST_SHARE = 1e-15  # of a class without rows to train on
 
 
@@ -108,7 +110,7 @@ def train_gbdt(
 def gbdt_task(
     table: TableChoice, options: GbdtOptions, *, shared: bool, bars: Bars | None = None, threads: int = 1
 ) -> Iterator[GbdtTask]:
-    """The task of a table: read twice, the second time into bins, which are in files where they are `shared`.
+    """The task of a table: read twice, the second time into bins, which are in files where they are `shared` or large.
 
     The bounds of bins are found by `threads` threads.
     """
@@ -119,7 +121,7 @@ def gbdt_task(
         _log.warning("%s", first.guess)
     with ExitStack() as stack, bars.phase("binning", first.sample.rows, "rows") as phase:
         prefix, folders = "manyhands-gbdt-", ["", ""]  # files, where several processes map them
-        if shared:
+        if shared or first.needs_files():
             folders = [stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix)) for _ in folders]
         yield GbdtTask(
             train=first.binned(folders[0], phase.advance, threads),
@@ -147,7 +149,7 @@ class _FirstPass:
         if table.start is not None:
             sample, options = _continued(table.start, sample, options)
         categorical = _columns(table.categorical, source, sample.columns)
-        self.bins = sample.bins(options.max_bin, categorical, where, threads)
+        self.bins = sample.bins(options.max_bin, categorical, where, threads, options.min_data_in_bin)
         known = table.start.labels if table.start is not None else NO_LABELS
         seen = np.unique(np.concatenate([sample.labels, sample.held_labels]))
         objective, self.labels, self.guess = _objective(options.objective, seen, source, known)
@@ -162,6 +164,17 @@ class _FirstPass:
         self, block: RowBlock
     ) -> NDArray[np.float64]:  # what a row's begins with, a row for each class
         return self._bias[:, None] if self._start is None else self._start.scores(block).T
+
+    def needs_files(self) -> bool:
+        """Whether bins do not fit into the memory beside what else is kept of rows; UserError where that does not."""
+        rows = self.sample.rows + len(self.sample.held_labels)
+        needed, room = rows * (_ROW_BYTES + _CLASS_BYTES * len(self._bias)), self.options.memory_bytes
+        if needed > room:
+            raise UserError(
+                f"memory={format_bytes(room)}: {rows:,} rows need {format_bytes(needed)} besides their bins; give more "
+                "memory or fewer rows"
+            )
+        return needed + rows * len(self.bins.features) > room
 
     def binned(self, folder: str, on_rows: OnRows, threads: int) -> BinnedRows:
         advance = iter([on_rows])  # where rows are gone through twice, the bar shows the first time
@@ -251,7 +264,7 @@ def _parameters(options: GbdtOptions, rounds: int, classes: int) -> dict[str, An
     """What the trees were grown with, in the words of a model file."""
     renamed = {"rate": "learning_rate", "min_gain": "min_gain_to_split"}
     renamed["min_sum_hessian"] = "min_sum_hessian_in_leaf"
-    others = ("objective", "trees", "parallel", "early_stopping", "allow_overload")
+    others = ("objective", "trees", "parallel", "early_stopping", "memory_bytes", "allow_overload")
     kept = {renamed.get(name, name): one for name, one in asdict(options).items() if name not in others}
     return {
         "boosting": "gbdt",
