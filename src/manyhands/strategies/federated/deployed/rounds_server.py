@@ -411,8 +411,8 @@ class RoundServer:
         place, strategy = self._place(self._came), self._job.strategy
         self._sum = PlainTally(place.total, self._like)  # to which nothing is added where sums are secure
         if not strategy.secure:
-            told = strategy, self._algorithm, place, self._weights, self._like
-            self._sum = tally_for(*told, self._private)
+            about = strategy, self._algorithm, place, self._weights, self._like
+            self._sum = tally_for(*about, self._private)
         self.secure = self._secure_sum = None
 
     def _place(self, clients: Sequence[int]) -> RoundPlace:
