@@ -199,6 +199,7 @@ def test_own_models_are_those_of_the_simulation_and_outlive_a_restart(tmp_path: 
     with RunDirectory.open(tmp_path / "simulated", lock=False) as directory:
         kept = models_kept(directory.checkpoints().load().extra["exchange"])
     names = [name for name, _ in simulated.model.named_parameters()]
+    assert sorted(kept) == [0, 1, 2]
     for client in range(3):
         own = load_file(tmp_path / f"device-{client}" / "own.safetensors")
         for name, theirs in zip(names, kept[client], strict=True):
@@ -212,3 +213,55 @@ def test_own_models_are_those_of_the_simulation_and_outlive_a_restart(tmp_path: 
         pytest.raises(DataError, match=r"own\.safetensors"),
     ):
         devices_of(served, tmp_path, 1)
+
+
+def test_control_variates_follow_the_reports_that_count(tmp_path: Path) -> None:
+    """Half of the devices a round, each killed after every report: the server's is the mean of the devices' own.
+
+    That holds only if a device keeps its new one when its report is in the round, and the old one when it is not.
+    """
+    write_parts(tmp_path, 4)
+    strategy = "clients=4 fraction=0.5 epochs=2 batch=all algorithm=scaffold"
+    with serving(job_for(strategy, rounds=5, over=2.0), tmp_path / "run") as served:
+        devices = devices_of(served, tmp_path, 4)
+        to_the_end([_Forgetful(one) for one in devices])  # type: ignore[misc]
+        common = torch.cat([one.flatten() for one in served.server._algorithm.memory()["server"]])
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    counted = [client for row in rows if "counted" in row for client in row["counted"]]
+    assert len(counted) == 10
+    own = []
+    for client in range(4):
+        kept = load_file(tmp_path / f"device-{client}" / "own.safetensors") if client in counted else {}
+        assert not any(name.startswith("coming/") for name in kept), "it knows whether it counted"
+        zeros = torch.zeros_like(common)
+        own.append(torch.cat([kept["weight"].flatten(), kept["bias"]]) if "weight" in kept else zeros)
+    torch.testing.assert_close(torch.stack(own).mean(0), common, rtol=0, atol=1e-6)
+
+
+class _Forgetful:
+    """A device that is started anew after every report."""
+
+    def __init__(self, device: Device) -> None:
+        self._device, self._state = device, device._state
+
+    def run(self) -> int:
+        send = self._device._send
+
+        class Restart(Exception):
+            pass
+
+        asked = []
+
+        def cut(method: str, target: str, *more: object) -> object:
+            if target.startswith("/work") and any(one.startswith("/report") for one in asked):
+                raise Restart
+            asked.append(target)
+            return send(method, target, *more)
+
+        while True:
+            fresh = Device(cut, self._state, self._device._plan, sleep=lambda _: None)
+            asked.clear()
+            try:
+                return fresh.run()
+            except Restart:
+                continue

@@ -45,6 +45,7 @@ _MOST_PLAN_BYTES = 1 << 24
 _MOST_MESSAGE_BYTES = 1 << 24
 _MOST_WORK_BYTES = 1 << 20  # with secure=yes it names all who are asked
 _GONE = 409
+_COMING, _ROUND = "coming/", "round"  # in what a device keeps: of the report that is under way
 _Made = TypeVar("_Made")
 
 
@@ -199,10 +200,8 @@ class Device:
         self._algorithm = algorithm_named(plan.strategy.algorithm)
         parameters = len(list(self._model.parameters()))
         self._algorithm.facts = FederatedFacts(names=held_names(self._model), parameters=parameters)
-        kept = self._algorithm.kept(self._weights)  # by this device, from round to round
-        self._kept_names = held_names(self._model)[: len(kept)]
-        if kept and (own := state.own(self._kept_names, kept)) is not None:
-            self._algorithm.states[self._client] = own
+        self._trained_from: int | None = None  # the rounds of the model that its last update began with
+        self._load_own()
         work = work_of(plan.strategy)
         self._trainer = ClientTrainer(plan.task, self._model, self._algorithm, work, plan.seed)
         self._rounds, self._hash, self._after = -1, "", 0
@@ -229,6 +228,7 @@ class Device:
             if (expected, rounds) != (self._hash, self._rounds) and not self._fetch(expected, rounds):
                 self._sleep(self._back_off.next_s())  # the server has advanced since, or is inconsistent
                 continue
+            self._settle(rounds, whole_in({"counted_in": 0, **work}, "counted_in"))
             if work.get("state") == "done":
                 # The server waits a while to hear that it has the model; it may have ended.
                 with suppress(Unreached):
@@ -271,18 +271,20 @@ class Device:
             self._sleep(self._back_off.next_s())
 
     def _fetch(self, expected: str, rounds: int) -> bool:
-        reply = self._request("GET", "/model", most=self._plan.form.most_bytes)
+        form = self._plan.form.with_more([*self._weights, *self._algorithm.given_besides(self._weights)])
+        reply = self._request("GET", "/model", most=form.most_bytes)
         if reply is None:
             return False
-        tensors, _ = self._plan.form.decode(reply.body)
+        tensors, _ = form.decode(reply.body)
         if hash_of(tensors).hex() != expected:
             return False
-        for (name, _, _), one in zip(self._plan.form.rows, tensors, strict=True):
+        for (name, _, _), one in zip(form.rows, tensors, strict=True):
             if not bool(one.isfinite().all()):
                 raise ManyhandsError(f"tensor {name!r} of the server's model is not finite")
         with torch.no_grad():
-            for mine, one in zip(self._weights, tensors, strict=True):
+            for mine, one in zip(self._weights, tensors, strict=False):
                 mine.copy_(one)
+        self._algorithm.take_besides(tensors[len(self._weights) :])
         self._state.save(rounds, self._model.state_dict())
         self._rounds, self._hash = rounds, expected
         self._notify(f"has the model after {rounds} rounds")
@@ -295,11 +297,42 @@ class Device:
                 client=self._client, samples=samples, weights=self._weights, number=self._rounds
             )
             [made] = self._trainer.play([assigned], self._optimizer)
-            if self._client in self._algorithm.states:
-                self._state.keep_own(self._kept_names, self._algorithm.states[self._client])
+            self._trained_from = self._rounds
+            self._keep_own()
             counted = min(made.samples, self._plan.strategy.max_samples)
             self._made = self._hash, replace(made, samples=counted)
         return self._made[1]
+
+    def _load_own(self) -> None:
+        """What the algorithm lets this device keep from round to round, and what it will once its report counts."""
+        kept, algorithm = self._algorithm.kept(self._weights), self._algorithm
+        self._own_names = held_names(self._model)[: len(kept)]
+        like = dict(zip(self._own_names, kept, strict=True))
+        coming = {f"{_COMING}{name}": one for name, one in like.items()}
+        found = self._state.own({**like, **coming, _ROUND: torch.zeros(1, dtype=torch.int64)})
+        for states, names in ((algorithm.states, like), (algorithm.coming, coming)):
+            if names and names.keys() <= found.keys():
+                states[self._client] = [found[name] for name in names]
+        self._trained_from = int(found[_ROUND]) if _ROUND in found else None
+
+    def _keep_own(self) -> None:
+        """Before a report leaves: a device that is killed then knows later what it was to keep."""
+        states, coming = (
+            one.get(self._client, ()) for one in (self._algorithm.states, self._algorithm.coming)
+        )
+        named = dict(zip(self._own_names, states, strict=False))
+        named |= {f"{_COMING}{name}": one for name, one in zip(self._own_names, coming, strict=False)}
+        if coming and self._trained_from is not None:
+            named[_ROUND] = torch.tensor([self._trained_from])
+        if self._own_names:
+            self._state.keep_own(named)
+
+    def _settle(self, rounds: int, counted_in: int) -> None:
+        """Once the round of its last update is over: whether the update is in it."""
+        if self._trained_from is not None and rounds > self._trained_from:
+            self._algorithm.settle(self._client, counted=counted_in == self._trained_from + 1)
+            self._trained_from = None
+            self._keep_own()
 
     def _report(self, attempt: int, update: ClientUpdate) -> None:
         if self._body is None or self._body[0] != self._hash:

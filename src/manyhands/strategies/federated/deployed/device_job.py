@@ -134,10 +134,7 @@ _OF_SIMULATION: Final = (
     *("partition", "together", "keep", "personal", "held_out"),
     *("sampling", "randomness", "dropout"),
 )
-_NOT_OVER_HTTPS: Final = {
-    "scaffold": "its devices would have to know whether their reports counted, and get the server's control variate",
-    "fedbuff": "it goes by simulated time",
-}
+_MORE_THAN_UPDATES: Final = {"fednova": "numbers of steps", "scaffold": "control variates"}
 _FEWEST_SECURE: Final = 3
 
 
@@ -189,13 +186,13 @@ class FederatedJob:
 
     def __post_init__(self) -> None:
         word = self.strategy.algorithm.partition(":")[0]
-        if word in _NOT_OVER_HTTPS:
+        if word == "fedbuff":
+            why = "not with devices, only in simulation: it goes by simulated time"
+            raise UserError(f"algorithm={self.strategy.algorithm}: {why}")
+        if word in _MORE_THAN_UPDATES and (self.strategy.secure or self.strategy.codec != RAW):
             raise UserError(
-                f"algorithm={self.strategy.algorithm}: not with devices, only in simulation: {_NOT_OVER_HTTPS[word]}"
-            )
-        if word == "fednova" and (self.strategy.secure or self.strategy.codec != RAW):
-            raise UserError(
-                "algorithm=fednova: devices send their numbers of steps as they are; leave out secure= and codec="
+                f"algorithm={word}: devices send their {_MORE_THAN_UPDATES[word]} as they are; leave out secure= and "
+                "codec="
             )
         if self.task.options is not None and not getattr(WORKLOADS.get(self.task.name), "task", ""):
             raise UserError(

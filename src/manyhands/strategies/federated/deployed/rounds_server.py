@@ -9,6 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -147,6 +148,7 @@ class RoundServer:
         self.updates = protocol.UpdateForm(self.form.with_more(self._like), job.strategy, job.seed)
         self.enrolment, self.new_tokens = files.enrolment(job.strategy.clients)
         self.plan = job.plan(files.run, self.form)
+        self._counted_in: dict[int, int] = {}  # by client: the last round that its report is in, from 1
         self.state = core.RoundState()
         self._forget()
         self._began = self._attempt_began = time.monotonic()
@@ -158,6 +160,8 @@ class RoundServer:
             self.state, loaded = found
             self._model.load_state_dict(loaded.model)
             self._algorithm.load_state(loaded.extra.get("algorithm", {}))
+            counted = loaded.extra.get("counted_in", {})
+            self._counted_in = {int(client): int(number) for client, number in counted.items()}
             if self._private is not None:
                 self._private.restore(loaded.extra.get("privacy") or None)
         self._do(core.ServerResumed(at_s=at_s))
@@ -165,12 +169,15 @@ class RoundServer:
 
     def _save(self, rows: Sequence[Mapping[str, Any]]) -> None:
         privacy = self._private.state() if self._private is not None else {}
-        kept = {"algorithm": dict(self._algorithm.memory()), "privacy": privacy}
+        counted = {str(client): number for client, number in self._counted_in.items()}
+        memory = dict(self._algorithm.memory())
+        kept = {"algorithm": memory, "privacy": privacy, "counted_in": counted}
         self._files.save_round(self.state, self._model.state_dict(), kept, rows)
 
     def _refresh(self) -> None:
-        self.model_hash = hash_of(self._weights).hex()
-        self.model_body = self.form.encode(self._weights, {"rounds": str(self.state.done)})
+        given = [*self._weights, *self._algorithm.given_besides(self._weights)]
+        self.model_hash = hash_of(given).hex()
+        self.model_body = self.form.with_more(given).encode(given, {"rounds": str(self.state.done)})
 
     def authenticated(self, headers: Mapping[str, str], method: str, target: str) -> int:
         """Whose request it is; MessageRejected unless that client has signed it, and the hash of its body."""
@@ -199,6 +206,7 @@ class RoundServer:
         self._do(core.ClientsSeen(clients=(client,), at_s=at_s))
         state = self.state
         work: dict[str, Any] = {"rounds": state.done, "model": self.model_hash, "state": "wait"}
+        work["counted_in"] = self._counted_in.get(client, 0)
         if state.phase is core.RoundPhase.FINISHED:
             work["state"] = "done"
         elif client in state.waits_for and state.attempt > after:
@@ -363,6 +371,11 @@ class RoundServer:
         norms = self._norms
         largest = client_updates.largest_class(norms.values(), self._terms.norm_ratio)
         total = self._secure_sum or self._sum.total(largest)
+        counted = decision.counted
+        self._counted_in |= dict.fromkeys(counted, self.state.done)
+        # Those who were not in it would weigh as much as those who were.
+        weight = total.weight * self._job.strategy.clients / len(counted)
+        self._algorithm.facts = replace(self._algorithm.facts, weight=weight)
         with torch.no_grad():
             mean = self._algorithm.mean(total)
             step = [one.to(mine.dtype) for one, mine in zip(mean, self._like, strict=True)]
@@ -375,7 +388,7 @@ class RoundServer:
             "seconds": now - self._attempt_began,
             "at_s": now - self._began,
             "attempt": decision.attempt,
-            "counted": list(decision.counted),
+            "counted": list(counted),
         }
         if decision.rejected:
             row["rejected"] = {str(client): norms[client] for client in decision.rejected}
@@ -385,8 +398,8 @@ class RoundServer:
             found_metrics = Computer(plan, 0).evaluate(self._model)
         measured = dict(found_metrics[0]) if found_metrics is not None else {}
         # Before anything is saved: the run continues from the round before, when it is resumed.
-        came = f"{client_updates.described_clients(list(decision.counted))}, whose norms are not seen"
-        if seen := {client: norms[client] for client in decision.counted if client in norms}:
+        came = f"{client_updates.described_clients(list(counted))}, whose norms are not seen"
+        if seen := {client: norms[client] for client in counted if client in norms}:
             came = client_updates.described_norms(seen)
         finite = all(bool(one.isfinite().all()) for one in self._weights)
         client_updates.require_finite(measured, self.state.done, came, weights=finite)
@@ -403,7 +416,7 @@ class RoundServer:
             )
         shown = "".join(f"  {name} {value:.4f}" for name, value in measured.items())
         self.notify(
-            f"round {self.state.done} of {self._terms.rounds}: {len(decision.counted)} updates  loss {loss:.4f}{shown}"
+            f"round {self.state.done} of {self._terms.rounds}: {len(counted)} updates  loss {loss:.4f}{shown}"
         )
 
     def _forget(self) -> None:

@@ -287,23 +287,25 @@ class DeviceState:
             raise DataError(f"{path}: holds a number that is not finite; remove it")
         return left
 
-    def own(self, names: Sequence[str], like: Sequence[Tensor]) -> list[Tensor] | None:
-        """What `keep_own` had kept, None where it has not; DataError where it does not fit the model."""
+    def own(self, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What `keep_own` had kept, some of the tensors in `like`; DataError where it does not fit them."""
         path = self.path / _OWN_STATE
         if not path.exists():
-            return None
+            return {}
         try:
             found = read_tensors(path)
         except ValueError as error:
             raise DataError(f"{path} {error}; remove it") from error
-        wanted = {name: (one.shape, one.dtype) for name, one in zip(names, like, strict=True)}
-        if {name: (one.shape, one.dtype) for name, one in found.items()} != wanted:
-            raise DataError(f"{path}: does not hold the tensors of this model; remove it")
-        return [found[name] for name in names]
+        for name, one in found.items():
+            if name not in like or (one.shape, one.dtype) != (like[name].shape, like[name].dtype):
+                raise DataError(f"{path}: does not hold what this run keeps; remove it")
+        return found
 
-    def keep_own(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
-        named = dict(zip(names, tensors, strict=True))
-        write_atomically(self.path / _OWN_STATE, encode_tensors(named), mode=0o600)
+    def keep_own(self, tensors: Mapping[str, Tensor]) -> None:
+        if not tensors:
+            (self.path / _OWN_STATE).unlink(missing_ok=True)
+            return
+        write_atomically(self.path / _OWN_STATE, encode_tensors(tensors), mode=0o600)
 
     def keep_left(self, left: Tensor) -> None:
         write_atomically(self.path / _LEFT, encode_tensors({"left": left}), mode=0o600)
