@@ -28,7 +28,7 @@ from own_loop import (
     weights,
 )
 
-CUT = (("sharded", 2), ("sharded", 3), ("tensor", 2), ("tensor slices=2", 4))
+CUT = (("sharded", 2), ("sharded", 4), ("tensor", 3), ("tensor slices=2", 4))
 
 
 @pytest.fixture(autouse=True)
@@ -382,3 +382,95 @@ def test_a_batch_that_only_one_stage_steps_names_the_stage_that_waits() -> None:
     assert any("stage 1" in str(one) or "worker 1" in str(one) or "rank 1" in str(one) for one in found), (
         found
     )
+
+
+def accuracy(model: nn.Module, batch: Any) -> float:
+    return float((model(batch[0]) > batch[1]).double().mean())
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(1)
+    layers = (
+        nn.Linear(6, 8),
+        nn.BatchNorm1d(8),
+        nn.Tanh(),
+        nn.Linear(8, 4),
+        nn.BatchNorm1d(4),
+        nn.Linear(4, 1),
+    )
+    return nn.Sequential(*layers).double()
+
+
+@pytest.mark.parametrize("buffers", ["broadcast", "mean"])
+@pytest.mark.parametrize(
+    ("strategy", "world"), [("sharded", 3), ("tensor slices=2", 4), ("pipeline cuts=3 microbatches=2", 4)]
+)
+def test_running_statistics_are_alike_and_whole(strategy: str, world: int, buffers: str) -> None:
+    def body(group: Any) -> dict[str, torch.Tensor]:
+        model = normed()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        model, optimizer, loader = group.prepare(model, optimizer, DataLoader(regression(), batch_size=15))
+        for batch in loader:
+            group.step(batch, squared)
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            found = [group.step(batch, accuracy) for batch in loader]
+        return {**weights(model), "accuracy": torch.stack(found)}
+
+    found = on_workers(world, body, strategy=strategy, buffers=buffers)
+    assert all(same_bits(found[0], other) for other in found)
+    assert found[0]["1.num_batches_tracked"].item() == 3 * (2 if "pipeline" in strategy else 1)
+    assert found[0]["4.running_mean"].abs().max() > 0
+    alone = normed()
+    alone.load_state_dict({name: value for name, value in found[0].items() if name != "accuracy"})
+    alone.eval()
+    with torch.no_grad():
+        expected = [accuracy(alone, batch) for batch in DataLoader(regression(), batch_size=15)]
+    assert found[0]["accuracy"].tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("strategy", "world"), [("sharded", 3), ("tensor", 2), ("pipeline", 2)])
+def test_all_stop_after_the_same_step(strategy: str, world: int) -> None:
+    def body(group: WorkerGroup) -> int:
+        model, optimizer, _ = made()
+        model, optimizer, loader = group.prepare(model, optimizer, shuffled(regression()))
+        taken = 0
+        for _ in range(100):
+            for batch in loader:
+                group.step(batch, squared)
+                optimizer.step()
+                optimizer.zero_grad()
+                taken += 1
+                if taken == 5 and group.rank == world - 1:
+                    group.stop()
+        assert group.is_stopped
+        return taken
+
+    assert on_workers(world, body, strategy=strategy) == [6] * world
+
+
+@pytest.mark.parametrize(("strategy", "world"), CUT)
+def test_zero_grad_of_the_model_is_that_of_the_optimizer(strategy: str, world: int) -> None:
+    def body(group: Any) -> dict[str, torch.Tensor]:
+        model, optimizer, _ = made()
+        model, optimizer, loader = group.prepare(model, optimizer, shuffled(regression()))
+        for x, y in loader:
+            nn.functional.mse_loss(model(x), y).backward()
+            nn.functional.mse_loss(model(x), 2 * y).backward()
+            optimizer.step()
+            model.zero_grad()
+        return weights(model)
+
+    require_equal(body, world, strategy)
+
+
+def test_a_compiled_model_is_rejected() -> None:
+    def body(group: WorkerGroup) -> None:
+        model = mlp()
+        model._orig_mod = mlp()  # type: ignore[assignment]  # as torch.compile keeps it
+        group.prepare(model, torch.optim.SGD(model.parameters()))
+
+    found = on_workers(2, body, strategy="sharded", errors=True)
+    assert "prepare got a model of torch.compile: sharded frees and gathers parameters" in str(found[0])

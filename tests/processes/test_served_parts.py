@@ -89,26 +89,29 @@ def test_parts_answer_what_the_whole_model_does(runs: Path, name: str, strategy:
         assert server.view().deaths == 0
 
 
-def later_stages() -> list[int]:
-    """Processes that hold a stage other than the first; the kernel shows 15 letters of a name."""
+def later_parts() -> list[int]:
+    """Processes that hold a part other than the first; the kernel shows 15 letters of a name."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if (folder / "comm").read_text().strip().endswith(", stage"):
+            if (folder / "comm").read_text().strip().endswith((", stage", ", slice")):
                 found.append(int(folder.name))
         except OSError:  # it has ended since
             continue
     return found
 
 
-def test_a_part_that_is_killed_takes_its_worker_with_it_and_nothing_is_lost_or_mixed(runs: Path) -> None:
+@pytest.mark.parametrize("strategy", ["pipeline stages=2", "tensor slices=2"])
+def test_a_part_that_is_killed_takes_its_worker_with_it_and_nothing_is_lost_or_mixed(
+    runs: Path, strategy: str
+) -> None:
     predictor = opened(runs, "transformer")
-    cut_predictor(predictor, Strategy.parse("pipeline stages=2"))
+    cut_predictor(predictor, Strategy.parse(strategy))
     texts = [chr(65 + number % 26) + chr(65 + (number + 1) % 26) for number in range(240)]
     expected = [chr(65 + (number + 2) % 26) for number in range(240)]
     options = ServeOptions(workers=2, batches=BatchLimits(wait_s=0.001, deadline_s=30.0))
     with ModelServer(predictor, "letters", options) as server:
-        answers = under_load(server, texts, kills=1, victim=lambda: min(later_stages()))
+        answers = under_load(server, texts, kills=1, victim=lambda: min(later_parts()))
         assert [answer["next"] for answer in answers] == expected
         until = time.monotonic() + 60
         while len(ready(server)) < 2:
@@ -120,8 +123,10 @@ def test_a_part_that_is_killed_takes_its_worker_with_it_and_nothing_is_lost_or_m
             status, said = asked(server, [text], connection)
             assert (status, said["answers"][0]["next"]) == (200, letter)
         connection.close()
-        assert any("stage 1" in note for note in server.view().notes), server.view().notes
-    assert not later_stages()
+        assert any("stage 1" in note or "slice 1" in note for note in server.view().notes), (
+            server.view().notes
+        )
+    assert not later_parts()
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,9 @@ def test_what_a_regression_cannot_take_of_a_table_is_said(tmp_path: Path) -> Non
     table = people(20)
     with pytest.raises(UserError, match="bits=4: the columns of a table are not hashed; leave it out"):
         train_logreg(table, reading=Reading(bits=4))
+    table.loc[3, "age"] = 1e39
+    with pytest.raises(DataError, match=r"row 4, column 'age': 1e\+39 is beyond single precision"):
+        train_logreg(open_examples(table, table=TableReading(label="happy")))
     table.loc[3, "age"] = np.inf
     with pytest.raises(DataError, match="row 4, column 'age': 'inf' is not a finite number"):
         train_logreg(open_examples(table, table=TableReading(label="happy")))

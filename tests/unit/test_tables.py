@@ -165,6 +165,7 @@ WRONG: dict[str, tuple[bytes, str]] = {
         r"row 5, column 'city': b'Troms\\xf8' is not UTF-8 text",
     ),
     "no number": (changed(r9="nine,Oslo,yes"), "row 9, column 'age': 'nine' is not a number"),
+    "underscores": (changed(r9="1_000,Oslo,yes"), "row 9, column 'age': '1_000' is not a number"),
     "no label": (changed(r2="2,Oslo,"), "row 2, column 'label': the label is missing"),
 }
 
@@ -230,6 +231,7 @@ def test_a_dataframe_with_objects_is_refused(column: list[Any], sentence: str) -
         (b"\xff\xfea\0", "is UTF-16 text; save it as UTF-8"),
         (b"n\xf8,label\n1,2\n", r"row 0 \(the header\), byte 1: not UTF-8"),
         (gzip.compress(TEXT.encode() * 50)[:-30], "truncated|cannot be read"),
+        (b'a,"two\nlines",label\n1,2,3\n', r"row 0 \(the header\): unexpected end of data; write each name"),
         (b"a,label\n1\n1,2,3\n", "row 1 has 1 fields, but there are 2 columns"),
     ],
 )

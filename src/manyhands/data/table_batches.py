@@ -88,7 +88,7 @@ def numbers_of(column: Any) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         found = np.full(len(texts), np.nan)
         for at, one in enumerate(texts.to_pylist()):
             try:
-                found[at] = np.nan if one is None else float(one)
+                found[at] = np.nan if one is None else float(one.replace("_", "?"))  # which Python would read
             except ValueError:
                 bad[at] = True
         return found, bad
@@ -222,7 +222,10 @@ class CsvBatches(TableBatches):
             ) from None
         bare = "".join(text.split('"')[::2])  # without what is quoted
         self._delimiter = max(",;\t", key=bare.count) if ".tsv" not in path.name.lower() else "\t"
-        fields = next(csv.reader([text], delimiter=self._delimiter), [])
+        try:
+            fields = next(csv.reader([text], delimiter=self._delimiter, strict=True), [])
+        except csv.Error as error:  # a quote that is not closed, as of a name of two lines
+            raise DataError(f"{path}, row 0 (the header): {error}; write each name in one line") from error
         if not fields:
             raise DataError(
                 f"{path} has no header and no rows; the first line of CSV has the names of columns"
@@ -237,9 +240,8 @@ class CsvBatches(TableBatches):
         self.is_single = dict.fromkeys(self.names, False)
         first = next(self.read(self.names, _CSV_BLOCK, skip_bad=True), None)
         if first is None:
-            next(
-                self.read(self.names, _CSV_BLOCK, skip_bad=False), None
-            )  # says what is wrong with all of them
+            # Where all rows are wrong, this says what is.
+            next(self.read(self.names, _CSV_BLOCK, skip_bad=False), None)
             raise DataError(f"{path} has a header and no rows; give at least one")
         kinds = {name: _kind_of(first.column(at)) for at, name in enumerate(self.names)}
         self.kinds = {name: TEXT if name in asked else kind for name, kind in kinds.items()}

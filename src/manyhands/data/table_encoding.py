@@ -44,12 +44,24 @@ class TableEncoding:
         widths = [len(self.categories.get(name, "1")) for name in self.names]
         return np.cumsum([0, *widths]).astype(np.int64)
 
-    def sparse(self, values: NDArray[Any], labels: NDArray[Any] | None) -> Rows:
-        """Rows of encoded values as a linear model takes them; what is missing is left out."""
+    def sparse(
+        self, values: NDArray[Any], labels: NDArray[Any] | None, where: str = "X", begin: int = 0
+    ) -> Rows:
+        """Rows of encoded values as a linear model takes them; what is missing is left out.
+
+        DataError names the row, the first of which is `begin`, of a number that single precision does not hold.
+        """
         firsts, texts = self.firsts, np.array([name in self.categories for name in self.names])
         is_known = ~np.isnan(values)
         codes = np.where(is_known & texts, values, 0).astype(np.int64)
-        entries = np.where(is_known, np.where(texts, 1.0, values), 0.0).astype(np.float32)
+        with np.errstate(over="ignore"):
+            entries = np.where(is_known, np.where(texts, 1.0, values), 0.0).astype(np.float32)
+        if np.isinf(entries).any():
+            row, column = np.argwhere(np.isinf(entries))[0]
+            at = f"row {begin + row + 1}, column {self.names[column]!r}"
+            raise DataError(
+                f"{where}, {at}: {values[row, column]:g} is beyond single precision; scale the column"
+            )
         kept = entries != 0
         nothing = np.full(len(values), np.nan, np.float32)
         return Rows(

@@ -77,7 +77,7 @@ class TableReading:
 
 def is_frame(data: Any) -> bool:
     """Whether it is a table in memory: a DataFrame of pandas or polars, or an Arrow table."""
-    return hasattr(data, "__arrow_c_stream__") or hasattr(data, "iloc")
+    return hasattr(data, "__arrow_c_stream__") or (hasattr(data, "iloc") and hasattr(data, "columns"))
 
 
 def file_kind(path: Path | str) -> str:
@@ -249,7 +249,7 @@ class SparseTable(MatrixFile):
         self, block_bytes: int = BLOCK_BYTES, on_bytes: OnBytes | None = None
     ) -> Iterator[MatrixBlock]:
         for block in self.table.blocks(block_bytes, on_bytes):
-            rows = self.encoding.sparse(np.asarray(block.rows), block.labels)
+            rows = self.encoding.sparse(np.asarray(block.rows), block.labels, str(self.path), block.begin)
             yield MatrixBlock(begin=block.begin, rows=rows, labels=block.labels)
         self.left_out = self.table.left_out
 

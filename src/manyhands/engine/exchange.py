@@ -278,7 +278,7 @@ class BatchRunner:
     pieces: int  # into how many a batch is cut, if it has so many samples
     # Collective: forward and, where gradients are enabled, backward of `loss(model, batch)`; the mean loss of this
     # worker's share of the batch, 0 on a worker that does not speak for it
-    run: Callable[[Sequence[BatchPiece], Callable[[Any, Any], torch.Tensor]], float]
+    run: Callable[[Sequence[BatchPiece], Callable[..., torch.Tensor | float]], float]
 
 
 class ChangingWorkers(Protocol):

@@ -106,12 +106,8 @@ class _Boosting(BaseEstimator):  # type: ignore[misc]
         workers: int = 1,
     ) -> None:
         self.n_estimators, self.learning_rate, self.max_bins = n_estimators, learning_rate, max_bins
-        self.max_leaf_nodes, self.max_depth, self.min_samples_leaf = (
-            max_leaf_nodes,
-            max_depth,
-            min_samples_leaf,
-        )
-        self.l2_regularization, self.workers = l2_regularization, workers
+        self.max_leaf_nodes, self.max_depth, self.workers = max_leaf_nodes, max_depth, workers
+        self.min_samples_leaf, self.l2_regularization = min_samples_leaf, l2_regularization
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()

@@ -236,7 +236,7 @@ class Rounds:
             finally:
                 self._holding -= 1
 
-    def run(self, pieces: Sequence[BatchPiece], loss: Callable[[Any, Any], torch.Tensor]) -> float:
+    def run(self, pieces: Sequence[BatchPiece], loss: Callable[..., torch.Tensor | float]) -> float:
         """Collective: forward and backward of one batch by the strategy's runner; what that returns."""
         model, runner = self.require_model(), self.exchange.runner
         assert runner is not None, "or the script runs them"

@@ -225,7 +225,14 @@ class FreeRounds(Rounds):
     def optimizer_state(self, folder: Path) -> Mapping[str, Any] | None:
         """Collective: the optimizer's state on worker 0; None where a predecessor has done this."""
         with self._once("save") as again:
-            return None if again else self.exchange.save(folder, self.require_model())
+            if again:
+                return None
+            found = dict(self.exchange.save(folder, self.require_model()))
+        if found:  # servers keep the first settings: those of a schedule are the loop's own
+            assert self._optimizer is not None, "prepare comes first"
+            groups = zip(found["param_groups"], plain_settings(self._optimizer), strict=True)
+            found["param_groups"] = [{**first, **now} for first, now in groups]
+        return found
 
     def loaded(self, folder: Path, loaded: Loaded) -> None:
         assert self._optimizer is not None, "prepare comes first"

@@ -115,7 +115,7 @@ class WorkerGroup:
         results = tuple(prepared.get(id(one), one) for one in objects)
         return results[0] if len(results) == 1 else results
 
-    def step(self, batch: Any, loss: Callable[..., torch.Tensor]) -> torch.Tensor:
+    def step(self, batch: Any, loss: Callable[..., torch.Tensor | float]) -> torch.Tensor:
         """Collective: forward and backward of this worker's batch; the mean of `loss(model, batch)` over all workers.
 
         The same under every strategy; `pipeline`, where no worker can call the model, needs it. Then comes
@@ -123,7 +123,7 @@ class WorkerGroup:
         """
         runner = self._rounds.exchange.runner
         if runner is None:
-            value = loss(*self._models, batch)
+            value = torch.as_tensor(loss(*self._models, batch))
             if value.requires_grad:
                 value.backward()  # type: ignore[no-untyped-call]
             return self.mean(value)
@@ -265,6 +265,8 @@ class WorkerGroup:
             )
         if len(optimizers) > 1 and self._rounds.in_parts:
             raise UserError(f"prepare got {len(optimizers)} optimizers; {self.strategy.word} supports one")
+        if self._rounds.exchange.cuts_model and any(hasattr(one, "_orig_mod") for one in models):
+            raise UserError(f"prepare got a model of torch.compile: {self.strategy.facts.cannot_compile}")
         known = {id(parameter) for model in models for parameter in model.parameters()}
         for optimizer in optimizers:
             for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):

@@ -21,7 +21,7 @@ from manyhands.data.randomness import mix, seed_all
 from manyhands.engine.computing import Computer
 from manyhands.errors import UserError
 
-__all__ = ["ChainEnds", "MeasureEnds", "PieceEnds", "StandIn", "TrainingEnds", "input_of"]
+__all__ = ["ChainEnds", "MeasureEnds", "StandIn", "TrainingEnds", "input_of"]
 
 _NOT_HERE: Final = (
     *("parameters", "buffers", "modules", "children", "state_dict", "load_state_dict", "get_parameter"),
@@ -129,23 +129,6 @@ class ChainEnds(Protocol):
         """The loss for the last module's output, weighted."""
 
 
-class PieceEnds(Protocol):
-    """The ends of a chain for one piece of a batch that only goes forward."""
-
-    @property
-    def computing(self) -> Callable[[], AbstractContextManager[object]]:
-        """The context in which modules are applied."""
-
-    def begin(self, place: int) -> None:
-        """Seed the random generators before a module of the chain is applied."""
-
-    def input(self) -> Any:
-        """What the first module is applied to."""
-
-    def measured(self, output: Any) -> Any:
-        """What the last module's output is worth."""
-
-
 _TASK: Final = 0  # takes the place of a module: seeds what the task's functions draw
 _EVALUATION: Final = 0x45
 
@@ -221,7 +204,6 @@ class MeasureEnds:
         named: tuple[str, Callable[[nn.Module, Any], Any]],
     ) -> None:
         self._computer, self._piece = computer, piece
-        self.computing = computer.precision
         self._seed = mix(computer.plan.seed, _EVALUATION, number)
         self._name, self._function = named
         self._what = "task.loss" if self._name == "evaluation_loss" else f"task.metrics[{self._name!r}]"

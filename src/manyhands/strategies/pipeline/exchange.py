@@ -35,7 +35,7 @@ from manyhands.strategies.common.grid.grid_layout import GridAxis
 from manyhands.strategies.common.grid.held import Held, HeldModel, Outline
 from manyhands.strategies.common.sharding.optimizers import stepping_for
 from manyhands.strategies.pipeline.cuts import LayerCost, check_cuts, part_bytes, parts_of, planned
-from manyhands.strategies.pipeline.ends import MeasureEnds, PieceEnds, TrainingEnds, input_of
+from manyhands.strategies.pipeline.ends import MeasureEnds, TrainingEnds, input_of
 from manyhands.strategies.pipeline.schedule_cost import most_held
 from manyhands.strategies.pipeline.stage_messages import ChainPart, Passed, StageBorders, StageMessages
 from manyhands.strategies.pipeline.stage_worker import PipelineStage, WaveStage, check_over_time
@@ -168,7 +168,9 @@ class PipelineExchange(GridExchange):
             for piece in computer.evaluation_batches(self.part.index, self.part.count):
                 for column, measure in enumerate(measures):
                     ends = MeasureEnds(computer, number, piece, measure)
-                    value = self._forward_only(number % _MOST_EVALUATIONS, ends)
+                    with computer.precision():
+                        place = number % _MOST_EVALUATIONS
+                        value = self._forward_only(place, ends.input, ends.begin, ends.measured)
                     if value is not None and column < len(functions):
                         totals[column] += float(value) * piece.samples
                     elif value is not None:
@@ -181,15 +183,19 @@ class PipelineExchange(GridExchange):
             part.train()
         return computer.means(self.total(totals), updates.values(self.total, counts=self.part.speaks))
 
-    def _forward_only(self, number: int, ends: PieceEnds) -> Any:
-        """Collective: what comes out of the last stage there, and None on the others."""
+    def _forward_only(
+        self,
+        number: int,
+        first: Callable[[], Any],
+        begin: Callable[[int], None],
+        measure: Callable[[Any], Any],
+    ) -> Any:
+        """Collective: `measure` of what comes out of the last stage there, and None on the others."""
         measured = None
         for part in self._holding.parts:
-            x = self._borders.input(part, number) if part.number else ends.input()
-            with ends.computing():
-                output = part.forward(x, ends.begin)
+            output = part.forward(self._borders.input(part, number) if part.number else first(), begin)
             if self._borders.is_last(part):
-                measured = ends.measured(output)
+                measured = measure(output)
             else:
                 self._borders.send_output(part, number, output)
         self._post.flush()

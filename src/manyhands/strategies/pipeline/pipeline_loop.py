@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -26,7 +27,7 @@ from manyhands.strategies.pipeline.strategy import Pipeline
 __all__ = ["PipelineLoop"]
 
 _WHAT = "the loss given to group.step"
-_TASK = 0  # takes the place of a module: seeds what the loss draws
+_LOSS = -1  # the place of a module that seeds what the loss draws
 
 
 class PipelineLoop(PipelineExchange):
@@ -67,7 +68,7 @@ class PipelineLoop(PipelineExchange):
             self.hooks.close()
             self._refusal.remove()
 
-    def _run(self, pieces: Sequence[BatchPiece], loss: Callable[[Any, Any], Tensor]) -> float:
+    def _run(self, pieces: Sequence[BatchPiece], loss: Callable[..., Tensor | float]) -> float:
         """Collective: forward and, where gradients are enabled, backward of the pieces; the loss on the last stage."""
         ends = LoopEnds(pieces, loss, mix(self._seed, self._batches, self.part.index))
         self._batches += 1
@@ -77,7 +78,8 @@ class PipelineLoop(PipelineExchange):
                 return ends.mean_loss()
             self._post.begin(checked=False)
             for number in range(len(pieces)):
-                self._forward_only(number, ends.piece(number))
+                first, last = partial(ends.input, number), partial(ends.loss, number)
+                self._forward_only(number, first, partial(ends.begin, number), last)
             return ends.mean_loss()
 
     def _find_device(self) -> torch.device:
@@ -108,7 +110,7 @@ class LoopEnds:
 
     computing: Callable[[], AbstractContextManager[object]] = nullcontext
 
-    def __init__(self, pieces: Sequence[BatchPiece], loss: Callable[[Any, Any], Tensor], seed: int) -> None:
+    def __init__(self, pieces: Sequence[BatchPiece], loss: Callable[..., Tensor | float], seed: int) -> None:
         self._pieces, self._loss, self._seed = pieces, loss, seed
         self._mean = 0.0
 
@@ -119,41 +121,20 @@ class LoopEnds:
         """Nothing to do: the batch is here."""
 
     def input(self, microbatch: int) -> Any:
-        self.begin(microbatch, _TASK - 1)
+        self.begin(microbatch, _LOSS)
         return input_of(self._loss, self._pieces[microbatch].batch, _WHAT)
 
     def loss(self, microbatch: int, output: Any) -> Tensor:
         """The user's loss for this output, times the piece's weight in the batch."""
         piece, model = self._pieces[microbatch], StandIn(_WHAT, output)
-        self.begin(microbatch, _TASK - 1)
-        weighted = self._loss(model, piece.batch) * piece.weight
+        self.begin(microbatch, _LOSS)
+        weighted = torch.as_tensor(self._loss(model, piece.batch)) * piece.weight
         model.require_call()
         self._mean += float(weighted.detach())
         return weighted
 
     def mean_loss(self) -> float:
         return self._mean
-
-    def piece(self, microbatch: int) -> _PieceEnds:
-        return _PieceEnds(self, microbatch)
-
-
-class _PieceEnds:
-    """The ends of one piece that only goes forward."""
-
-    computing = LoopEnds.computing
-
-    def __init__(self, ends: LoopEnds, microbatch: int) -> None:
-        self._ends, self._microbatch = ends, microbatch
-
-    def begin(self, place: int) -> None:
-        self._ends.begin(self._microbatch, place)
-
-    def input(self) -> Any:
-        return self._ends.input(self._microbatch)
-
-    def measured(self, output: Any) -> Tensor:
-        return self._ends.loss(self._microbatch, output)
 
 
 def _refuse(*_: Any) -> NoReturn:

@@ -38,6 +38,7 @@ _log = logging.getLogger("manyhands")
 _MOST_GUESSED = 32  # labels that are integers: of more, they are guessed to be a number
 _ROW_BYTES = 72  # labels, targets and weights, with copies, and in which leaf it is
 _CLASS_BYTES = 40  # scores with a copy, gradient and hessian
+_READING_BYTES = 128 << 20  # blocks of rows that are read, and what allocators keep of them
 _LEAST_SHARE = 1e-15  # of a class without rows to train on
 
 
@@ -174,7 +175,8 @@ class _FirstPass:
                 f"memory={format_bytes(room)}: {rows:,} rows need {format_bytes(needed)} besides their bins; give more "
                 "memory or fewer rows"
             )
-        return needed + rows * len(self.bins.features) > room
+        sampled = sum(block.values.nbytes for block in self.sample.blocks if block.sparse is None)
+        return needed + rows * len(self.bins.features) + sampled + _READING_BYTES > room
 
     def binned(self, folder: str, on_rows: OnRows, threads: int) -> BinnedRows:
         advance = iter([on_rows])  # where rows are gone through twice, the bar shows the first time
@@ -183,6 +185,7 @@ class _FirstPass:
             return self.holdout.only(self.source.blocks(next(advance, None)), held=False)
 
         layout, labels = bundled_layout(self.bins, self.sample.blocks), (self._targets, self.sample.weights)
+        self.sample = replace(self.sample, blocks=[])  # they are not needed any more
         return bin_rows(read, self.bins, layout, labels, folder, self._score, threads)
 
     def binned_held(self, valid: RowSource | None, folder: str) -> BinnedRows | None:

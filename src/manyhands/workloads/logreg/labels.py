@@ -67,11 +67,12 @@ class Labels(tuple[float | str, ...]):
             found: Any = pairs[text] if text in pairs else json.loads(text)
         except (ValueError, RecursionError):
             found = None
-        if not isinstance(found, list) or not 2 <= len(found) <= MOST_CLASSES:
-            raise ValueError(f"its labels are {text[:40]!r}")
-        values = [float(one) if type(one) is int else one for one in found]
-        kinds = {type(one) for one in values}
-        if kinds not in ({float}, {str}) or len(set(values)) != len(values):
+        given = found if isinstance(found, list) else []
+        values = [float(one) if type(one) is int and abs(one) < 1e300 else one for one in given]
+        is_good = all(isinstance(one, str) for one in values) or all(
+            isinstance(one, float) and one.is_integer() for one in values
+        )
+        if not is_good or not 2 <= len(values) <= MOST_CLASSES or len(set(values)) != len(values):
             raise ValueError(f"its labels are {text[:40]!r}")
         return cls(*values)
 
