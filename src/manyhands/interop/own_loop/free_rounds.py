@@ -254,6 +254,8 @@ class FreeRounds(Rounds):
         if self._model is None:
             return
         self.exchange.leave()
+        # Wherever each has left its loop, all of them are at its end.
+        self.words.passed, self.words.is_apart = lambda: -2, lambda: False
         buffers = list(self._model.buffers()) if self._keeps_buffers and self.world > 1 else []
         for buffer in buffers:
             flat = buffer.detach().contiguous().view(-1).view(torch.uint8).clone()
