@@ -449,3 +449,28 @@ def test_all_stop_after_the_same_step(strategy: str, world: int) -> None:
         return taken
 
     assert on_workers(world, body, strategy=strategy) == [6] * world
+
+
+@pytest.mark.parametrize(("strategy", "world"), CUT)
+def test_zero_grad_of_the_model_is_that_of_the_optimizer(strategy: str, world: int) -> None:
+    def body(group: Any) -> dict[str, torch.Tensor]:
+        model, optimizer, _ = made()
+        model, optimizer, loader = group.prepare(model, optimizer, shuffled(regression()))
+        for x, y in loader:
+            nn.functional.mse_loss(model(x), y).backward()
+            nn.functional.mse_loss(model(x), 2 * y).backward()
+            optimizer.step()
+            model.zero_grad()
+        return weights(model)
+
+    require_equal(body, world, strategy)
+
+
+def test_a_compiled_model_is_rejected() -> None:
+    def body(group: WorkerGroup) -> None:
+        model = mlp()
+        model._orig_mod = mlp()  # type: ignore[assignment]  # as torch.compile keeps it
+        group.prepare(model, torch.optim.SGD(model.parameters()))
+
+    found = on_workers(2, body, strategy="sharded", errors=True)
+    assert "prepare got a model of torch.compile: sharded frees and gathers parameters" in str(found[0])

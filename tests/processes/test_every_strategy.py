@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -119,6 +121,32 @@ def test_torchrun_cuts_the_model_as_launch_does(tmp_path: Path, alone: dict[str,
         options = ["--standalone", "--nproc-per-node", "2", script, tmp_path, epochs]
         done = run(BIN / "torchrun", *options, starts=2)
         assert done.returncode == 0, done.stderr
+    assert distance(torch.load(tmp_path / "weights.pt"), alone) < 1e-9
+
+
+def test_roles_of_a_cluster_specification_join_too(tmp_path: Path, alone: dict[str, torch.Tensor]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.read_text().replace("mh.join()", 'mh.join(strategy="tensor")'))
+    for epochs in ("1", "3"):
+        with socket.socket() as free:  # port 0 is not for an address that all must know
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        cluster = {"worker": [f"127.0.0.1:{port}", "127.0.0.1:1"]}
+        roles = [{"cluster": cluster, "task": {"type": "worker", "index": index}} for index in range(2)]
+        processes = [
+            warm.Popen(
+                [sys.executable, script, tmp_path, epochs],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**environment(), "TF_CONFIG": json.dumps(role)},
+            )
+            for role in roles
+        ]
+        for process in processes:
+            with process:
+                _, said = process.communicate(timeout=60)
+            assert process.returncode == 0, said
     assert distance(torch.load(tmp_path / "weights.pt"), alone) < 1e-9
 
 

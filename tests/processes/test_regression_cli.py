@@ -12,6 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sklearn.datasets import dump_svmlight_file
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import accuracy_score, log_loss
 
 import warm
 from commands import run_command
@@ -147,6 +150,22 @@ def test_several_labels_in_batches_on_two_workers_are_those_of_one(
     together = train_logreg(path, options, strategy=strategy, workers=2)
     np.testing.assert_allclose(together.model.table, table_of(alone.model.state_dict(), 3), atol=2e-5)
     assert together.model.evaluate(together.model.file(path)).accuracy > 0.8
+
+
+def test_batches_of_several_labels_are_learned_as_well_as_by_scikit_learn(tmp_path: Path) -> None:
+    drawn = np.random.default_rng(2)
+    values = drawn.normal(size=(16_000, 8)).astype(np.float32)
+    labels = (values @ drawn.normal(size=(8, 4)) + drawn.gumbel(size=(16_000, 4))).argmax(axis=1)
+    parts = {"train": slice(0, 12_000), "test": slice(12_000, None)}
+    for name, part in parts.items():
+        dump_svmlight_file(values[part], labels[part], str(tmp_path / name), zero_based=False)
+    peer = LogisticRegression().fit(values[parts["train"]], labels[parts["train"]])
+    chances, own = peer.predict_proba(values[parts["test"]]), labels[parts["test"]]
+    options = LogregOptions(learner="sgd", passes=4, batch=64)
+    model = train_logreg(tmp_path / "train", options, strategy="mirrored", workers=2).model
+    found = model.evaluate(model.file(tmp_path / "test"))
+    assert found.log_loss == pytest.approx(log_loss(own, chances), abs=0.005)
+    assert found.accuracy == pytest.approx(accuracy_score(own, chances.argmax(axis=1)), abs=0.005)
 
 
 def test_bad_files_end_with_2_and_one_line(

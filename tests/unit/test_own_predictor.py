@@ -101,7 +101,8 @@ def test_wrong_inputs_beside_good_ones_are_refused_alone() -> None:
     results = answer_batch(predictor, bodies)
     assert [one["status"] for one in results] == [200, 400, 400, 200]
     assert results[1]["error"] == (
-        "input 0 cannot be read (ValueError: it is not text); it must be a text of capital letters"
+        "input 0 cannot be read (ValueError: it is not text); it must be what its task reads (a text of "
+        "capital letters)"
     )
     assert results[2]["error"] == (
         "input 0 has shape 13 (int64), which the model cannot take (IndexError: index out of range in self); "

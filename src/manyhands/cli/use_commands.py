@@ -49,7 +49,7 @@ class _PredictOptions(_Model):
     out: Path | None = option(None, "Write to this file.", metavar="FILE", shown="stdout")
     file_format: str = option("auto", "Format of INPUT: picture, npy, idx, json, libsvm or vw.", "--format")
     skip_bad: bool = option(
-        False, "Of gbdt, logreg and svd: skip invalid lines or rows and count them.", "--skip-bad"
+        False, "Of gbdt, logreg, svd and your own Task: skip invalid inputs and count them.", "--skip-bad"
     )
     task: str | None = _task_option()
 

@@ -30,6 +30,7 @@ from manyhands.strategy import Strategy
 
 __all__ = ["GroupStore", "LoopEnd", "changed_settings", "plain_settings", "settings_text"]
 
+_FIRST_LOOK_S: Final = 0.0002
 _LOOK_S: Final = 0.01
 
 
@@ -51,12 +52,13 @@ class GroupStore:
 
     def get(self, name: str, who: str, meanwhile: Callable[[], None] = lambda: None) -> bytes:
         """Wait for a value that `who` brings; `meanwhile` is called again and again."""
-        deadline = time.monotonic() + self._timeout_s
+        deadline, pause_s = time.monotonic() + self._timeout_s, _FIRST_LOOK_S
         while (found := self.find(name)) is None:
             if time.monotonic() > deadline:
                 raise PeerTimeout(f"{who} did not come within {self._timeout_s:.0f} s ({name})", peer=-1)
             meanwhile()
-            time.sleep(_LOOK_S)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LOOK_S)
         return found
 
 
@@ -84,6 +86,9 @@ class LoopEnd(Exchange):
     def begin(self, model: nn.Module, optimizer: Optimizer, worker_context: WorkerContext) -> None:
         """Give the model the current parameters; a process that serves does not return, and ends with SystemExit."""
 
+    def enter(self) -> None:
+        """Called before the forward of a batch of this worker: where steps are taken in an order, wait for it."""
+
     @abstractmethod
     def push(self, weight: float, settings: Mapping[str, Any]) -> None:
         """Take the gradients out of the parameters, and wait for newer parameters; `weight` is their share of a batch.
@@ -94,6 +99,9 @@ class LoopEnd(Exchange):
     @abstractmethod
     def skip(self) -> None:
         """Go on to the next batch without an update."""
+
+    def refresh(self) -> None:
+        """Give the model the current parameters, without an update."""
 
     @abstractmethod
     def save(self, folder: Path, model: nn.Module) -> Mapping[str, Any]:
@@ -109,6 +117,9 @@ class LoopEnd(Exchange):
     @abstractmethod
     def leave(self) -> None:
         """Collective: wait until all workers have left their loops; the model then has the final parameters."""
+
+    def finish(self) -> None:
+        """Say that this worker needs the others no more."""
 
     def clips(self, model: nn.Module, max_norm: float) -> float | None:
         """Scale this worker's gradient down to `max_norm` and return its norm; None where that is done in the step."""

@@ -34,7 +34,16 @@ from manyhands.strategy import Strategy
 from manyhands.transport.link.mesh import SharedMesh
 from manyhands.workloads.predictor import ModulePredictor, Predictor, in_precision
 
-__all__ = ["LENGTH", "MAX_FRAME_BYTES", "ModelParts", "PartedModel", "cut_predictor", "received"]
+__all__ = [
+    "LENGTH",
+    "MAX_FRAME_BYTES",
+    "ModelParts",
+    "PartLost",
+    "PartedModel",
+    "compute_for",
+    "cut_predictor",
+    "received",
+]
 
 LENGTH = struct.Struct("!I")
 MAX_FRAME_BYTES = 1 << 28  # of a batch, of its answers, and of the tensors between parts
@@ -62,8 +71,11 @@ class PartedModel(nn.Module):
         return {**self.__dict__, "modules_of_parts": ()}
 
     def open(self, context: RoleContext) -> None:
-        _, self.first = _opened(context, 0, self.count)
-        self._others = [_OtherPart(context.descriptor(f"part {rank}")) for rank in range(1, self.count)]
+        ends = [socket.socket(fileno=context.descriptor(f"part {rank}")) for rank in range(1, self.count)]
+        self.connect(_opened(context, 0, self.count)[1], ends)
+
+    def connect(self, first: nn.Module, others: Sequence[socket.socket]) -> None:
+        self.first, self._others = first, [_OtherPart(end) for end in others]
 
     def forward(self, *inputs: Tensor, **named: Tensor) -> Any:
         assert self.first is not None, "it is opened before it is called"
@@ -75,7 +87,7 @@ class PartedModel(nn.Module):
             output = self.first(*inputs)
             for other in self._others:
                 other.send((output,))
-                [output] = other.received()
+                [output] = _tensors(other.received())
             return output
         for other in self._others:
             other.send(inputs)
@@ -84,16 +96,16 @@ class PartedModel(nn.Module):
         except ManyhandsError as error:  # of the links: the slices are out of step, and stay so
             raise PartLost(str(error)) from error
         finally:
-            for other in self._others:
-                other.received()
+            replies = [other.received() for other in self._others]  # all of them, before one is looked at
+            for reply in replies:
+                _tensors(reply)
 
 
 class _OtherPart:
     """The first process's connection to another one."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._socket = socket.socket(fileno=descriptor)
-        self._stream = self._socket.makefile("rb")
+    def __init__(self, end: socket.socket) -> None:
+        self._socket, self._stream = end, end.makefile("rb")
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         try:
@@ -101,28 +113,37 @@ class _OtherPart:
         except OSError as error:
             raise PartLost(f"another part of the model is gone: {error}") from error
 
-    def received(self) -> list[Tensor]:
+    def received(self) -> bytes:
         body = received(self._stream)
         if body is None:
             raise PartLost("another part of the model is gone")
-        found = tensors_in(body)
-        if "error" in found:
-            raise RuntimeError(bytes(found["error"].tolist()).decode())
-        return [found[str(place)] for place in range(len(found))]
+        return body
+
+
+def _tensors(body: bytes) -> list[Tensor]:
+    found = tensors_in(body)
+    if "error" in found:
+        raise RuntimeError(bytes(found["error"].tolist()).decode())
+    return [found[str(place)] for place in range(len(found))]
 
 
 def _part_process(context: RoleContext, *, rank: int, count: int) -> None:
     kind, module = _opened(context, rank, count)
+    context.mark(0, State.SERVING)
     connection = socket.socket(fileno=context.descriptor("first"))
+    compute_for(connection, module, context.name, answers=kind.chained)
+
+
+def compute_for(connection: socket.socket, module: nn.Module, name: str, *, answers: bool) -> None:
+    """Apply `module` to what the first process sends, until that is gone; it `answers` with the output, or is done."""
     with connection, connection.makefile("rb") as stream, torch.inference_mode():
-        context.mark(0, State.SERVING)
         while (body := received(stream)) is not None:
-            connection.sendall(_computed(module, tensors_in(body), context.name, answers=kind.chained))
+            connection.sendall(_computed(module, _tensors(body), name, answers=answers))
 
 
-def _computed(module: nn.Module, given: Mapping[str, Tensor], name: str, *, answers: bool) -> bytes:
+def _computed(module: nn.Module, given: Sequence[Tensor], name: str, *, answers: bool) -> bytes:
     try:
-        output = module(*(given[str(place)] for place in range(len(given))))
+        output = module(*given)
         if answers and not isinstance(output, Tensor):
             raise TypeError(f"it gives a {type(output).__name__}; parts of a model exchange one tensor")
         return _frame({"0": output} if answers else {})

@@ -47,8 +47,9 @@ class OwnPredictor(ModulePredictor[list[ModelInput]]):
         self.task = task.name
         self._read, self._write = task.read_input, task.write_answer or as_json
         self._example, self._first = task.example_input, ModelInput()
-        said = self._read.__doc__ if isinstance(self._read, FunctionType) else None
-        self.takes = (said or "a value that its task reads").strip().splitlines()[0].rstrip(".")
+        said = (self._read.__doc__ if isinstance(self._read, FunctionType) else None) or ""
+        line = said.strip().partition("\n")[0].rstrip(".")
+        self.takes = "what its task reads" + (f" ({line})" if line else "")
         if self._read is None or self._example is None:
             self._first = _first_input(model, task)
         if self._read is None:

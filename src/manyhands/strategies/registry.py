@@ -95,6 +95,7 @@ STRATEGIES: Final[dict[str, StrategyEntry]] = {
         "strategies.hogwild.strategy:Hogwild",
         "strategies.hogwild.training:HogwildTraining",
         "strategies.hogwild.kernel:HogwildKernels",
+        loop="strategies.hogwild.shared_loop:SharedLoop",
     ),
     "local": StrategyEntry("strategies.local.strategy:Local", "strategies.local.training:LocalTraining"),
     "federated": StrategyEntry(

@@ -105,7 +105,7 @@ def connect(place: ProcessPlace, name: str, requested: Strategy | None, timeout_
         return GroupConnection(strategy=alone, words=words, exchange=SingleExchange())
     loop: type[LoopEnd] | None = STRATEGIES[requested.word].load_loop() if requested is not None else None
     if requested is not None and loop is not None:
-        end = loop.open(place, name, requested, timeout_s)
+        end = loop.open(place, name, choose(requested, [range(place.world)]), timeout_s)
         return GroupConnection(strategy=requested, words=StoreWords(end), exchange=end, rounds=FreeRounds)
     store = PrefixStore(f"manyhands/{name}", place.open_store(timeout_s))
     with ExitStack() as stack:

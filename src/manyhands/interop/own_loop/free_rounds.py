@@ -12,6 +12,7 @@ from the top, passes over the batches that are done, and repeats no exchange.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,17 +42,22 @@ class StoreWords(Words):
     def __init__(self, end: LoopEnd) -> None:
         super().__init__(AloneCollective())
         self.rank, self.world, self._store = end.rank, end.world, end.store
-        self._last = ("", 0)
+        self._at, self._numbers = -1, Counter[str]()
         self.passed: Callable[[], int] = lambda: 0  # how many batches the loop has passed
+        self.is_apart: Callable[[], bool] = lambda: False  # whether this worker is at a batch of its own
 
     def name(self, what: str = "") -> str:
         """The name of the next exchange: the same on all workers, and for a worker's successor."""
-        where = f"{what}@{self.passed()}"
-        self._last = (where, self._last[1] + 1 if where == self._last[0] else 0)
-        return f"{where}/{self._last[1]}"
+        passed = self.passed()
+        if passed != self._at:
+            self._at, self._numbers = passed, Counter()
+        self._numbers[what] += 1
+        return f"{what}@{passed}/{self._numbers[what]}"
 
     def all(self, value: bytes) -> list[bytes]:
-        """Collective: what every worker brings, by rank."""
+        """Collective: what every worker brings, by rank; where each is at a batch of its own, what this one brings."""
+        if self.is_apart():
+            return [value]
         name = self.name()
         mine = self._store.first(f"{name}/{self.rank}", value)
         return [
@@ -69,7 +75,9 @@ class StoreWords(Words):
         return torch.stack([_unpacked(one) for one in self.all(_packed(values))]).sum(0)
 
     def broadcast(self, content: Tensor, root: int = 0) -> None:
-        content.copy_(_unpacked(self.all(_packed(content if self.rank == root else content[:0]))[root]))
+        found = self.all(_packed(content if self.rank == root else content[:0]))
+        if len(found) > 1:
+            content.copy_(_unpacked(found[root]))
 
     def gather(self, rows: Tensor) -> Tensor:
         return torch.cat([_unpacked(one) for one in self.all(_packed(rows))])
@@ -130,11 +138,16 @@ class FreeRounds(Rounds):
             self._share, self._weigh, self._handed_out, self._schedule.asked_for_more
         )
         words.passed = self._passed
+        words.is_apart = lambda: not self.together and self.readings.passed is not None
         self._drawn = 0  # batches of the training that were drawn from loaders, of all workers
         self._start = 0  # of those, how many a predecessor had done
         self._draws = 0  # how often an order of samples was drawn
         self._unstepped = False  # a batch was handed out, and no step followed
-        self._pace = (-1, 0, 0)  # from this clock and these passed batches on, so many for each step
+        self._pace: tuple[int, ...] = (
+            -1,
+            0,
+            0,
+        )  # from this clock and these passed batches on, so many for each step
         self._clip: float | None = None
         self._first_settings: list[dict[str, Any]] = []
         self._in_backward = False
@@ -157,9 +170,7 @@ class FreeRounds(Rounds):
         self._hooks.callback(optimizer.register_step_pre_hook(self._on_step).remove)
         known = end.store.find(f"pace/{self.rank}")
         if end.clock and known is not None:
-            clock, passed, each = json.loads(known)
-            self._start = passed + (end.clock - clock) * each
-            self._pace = (clock, passed, each)
+            self._pace = tuple(json.loads(known))
         self.clock.start()
 
     def require_own_streams(self) -> None:
@@ -216,9 +227,16 @@ class FreeRounds(Rounds):
         """Nothing to do: who reads another batch would show in no exchange."""
 
     def sharing(self) -> Callable[[int], Turn | None]:
-        """How a loader is shared out that is read from now on: for the training, or for an evaluation."""
-        model = self._model
-        if model is None or not model.training or not torch.is_grad_enabled():
+        """How a loader is shared out that is read from now on: for the training, or for an evaluation.
+
+        Workers that do not step together meet before an evaluation, so that it measures one state of the model.
+        """
+        if not self._trains:
+            if self.words.is_apart():
+                return lambda size: Turn(range(size))  # at a batch of its own, a worker evaluates alone
+            if self._model is not None and not self.together:
+                self.words.all(b"-")
+                self.exchange.refresh()
             return super().sharing()
         return self._own_part if self.together else self._own_batch
 
@@ -228,8 +246,6 @@ class FreeRounds(Rounds):
             return None if again else self.exchange.save(folder, self.require_model())
 
     def loaded(self, folder: Path, loaded: Loaded) -> None:
-        assert self._optimizer is not None, "prepare comes first"
-        self._optimizer.state.clear()  # which is elsewhere
         with self._once("load") as again:
             self.exchange.load(folder, loaded, again=again)
 
@@ -244,11 +260,17 @@ class FreeRounds(Rounds):
             self.words.broadcast(flat)
             with torch.no_grad():
                 buffer.copy_(flat.view(buffer.dtype).view(buffer.shape))
+        self.exchange.finish()
 
     def _agreed(self, mine: bytes) -> bytes:
         """The same on all workers: worker 0's where all wait for it anyway, else that of the first to come here."""
-        name, store = f"order/{self._draws}", self.exchange.store
-        self._draws += 1
+        if self._trains:
+            name, self._draws = f"order/{self._draws}", self._draws + 1
+        elif self.words.is_apart():
+            return mine
+        else:
+            name = self.words.name("order")
+        store = self.exchange.store
         return store.get(name, "worker 0") if self.together and self.rank else store.first(name, mine)
 
     @contextmanager
@@ -258,12 +280,21 @@ class FreeRounds(Rounds):
         yield store.find(mark) is not None
         store.put(mark, b"1")
 
+    @property
+    def _trains(self) -> bool:
+        """Whether what is read from now on is for the training."""
+        model = self._model
+        return model is not None and model.training and torch.is_grad_enabled()
+
     def _passed(self) -> int:
         passed = self.readings.passed
         return self._drawn if passed is None else passed
 
     def _own_part(self, size: int) -> Turn | None:
         index, self._drawn = self._drawn, self._drawn + 1
+        clock, passed, each = self._pace
+        if clock >= 0:  # steps were taken without this worker, which was late, or had a predecessor
+            self._start = max(self._start, passed + (self.exchange.clock - clock) * each)
         return Turn(split(size, self.rank, self.world), index) if index >= self._start else None
 
     def _own_batch(self, size: int) -> Turn | None:
@@ -280,6 +311,7 @@ class FreeRounds(Rounds):
     def _handed_out(self, part: LoaderPart) -> None:
         self._unstepped = True
         self._schedule.handed_out(part.index)
+        self.exchange.enter()
         stop = self.exchange.store.find("stop")
         if stop is not None and (not self.together or part.index >= int(stop)):
             self.is_stopped = True

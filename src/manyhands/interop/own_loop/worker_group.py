@@ -265,6 +265,8 @@ class WorkerGroup:
             )
         if len(optimizers) > 1 and self._rounds.in_parts:
             raise UserError(f"prepare got {len(optimizers)} optimizers; {self.strategy.word} supports one")
+        if self._rounds.exchange.cuts_model and any(hasattr(one, "_orig_mod") for one in models):
+            raise UserError(f"prepare got a model of torch.compile: {self.strategy.facts.cannot_compile}")
         known = {id(parameter) for model in models for parameter in model.parameters()}
         for optimizer in optimizers:
             for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):

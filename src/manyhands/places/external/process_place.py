@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Self
 
 from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
@@ -115,6 +116,9 @@ def joining_place(environment: Mapping[str, str] = os.environ) -> ProcessPlace:
         )
     if is_worker():
         raise UserError("this process is a worker of fit, which has its own loop; join is for scripts")
+    specified = SpecificationPlace.found(environment) if TF_CONFIG in environment else None
+    if specified is not None:
+        return specified.joining()
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return under_torchrun(environment)
     return ProcessPlace(rank=0, world=1, open_store=lambda _: HashStore())
@@ -225,6 +229,21 @@ class SpecificationPlace(ExternalPlace):
                 cluster=spec,
             )
         )
+
+    def joining(self) -> ProcessPlace:
+        """The place of a process with a loop of its own: the first worker's address has the store."""
+        place, spec = self.process, self.process.cluster
+        assert spec is not None, "a role is one of a specification"
+        assert place.leader is not None, "whose addresses are known"
+        if "ps" in spec.addresses:
+            raise UserError(
+                "TF_CONFIG lists ps, but a loop of your own has workers only under a cluster specification; leave ps "
+                "out, or start it with manyhands launch --strategy ps"
+            )
+        host, _, port = place.leader.rpartition(":")
+        host = host.strip("[]")
+        hosted = partial(_open_tcp_store, host, int(port), hosted=place.rank == 0)
+        return replace(place, open_store=hosted, master=host)
 
     def run(self, run: PlacedRun) -> Any:
         spec = self.process.cluster

@@ -39,6 +39,7 @@ __all__ = [
     "RoundKind",
     "Spending",
     "need_accountant",
+    "spoiled_buffer",
 ]
 
 _ENDLESS: Final = 1 << 40
@@ -334,6 +335,13 @@ class PrivacyTerms:
             )
 
 
+def spoiled_buffer(noise: float, name: str) -> str:
+    return (
+        f"noise={noise:g}: the model's buffer {name!r} is averaged over clients, like BatchNorm "
+        "statistics, and noise would corrupt it; use GroupNorm or LayerNorm instead"
+    )
+
+
 _SELECTING, _SERVER, _CLIENT = 11, 12, 13
 
 
@@ -341,9 +349,19 @@ class PrivateRounds:
     """What a server of a private run keeps from round to round, the same on every worker."""
 
     def __init__(
-        self, terms: PrivacyTerms, clients: int, per_round: int, fixed: FixedPoint | None, seed: int
+        self,
+        terms: PrivacyTerms,
+        clients: int,
+        per_round: int,
+        fixed: FixedPoint | None,
+        seed: int,
+        *,
+        known: bool = False,
     ) -> None:
-        """For so many clients; `fixed` is that of the secure sum, where there is one."""
+        """For so many clients; `fixed` is that of the secure sum, where there is one.
+
+        Where it is `known` who is in which round, as with secure sums, each client is counted by its own.
+        """
         rule = terms.rule
         assert rule is not None, "without a clip nothing is private"
         assert terms.noise or not terms.epsilon, "noise follows from epsilon before"
@@ -358,7 +376,7 @@ class PrivateRounds:
         self.cohort: Final = terms.fraction * clients if self.draws_itself else float(per_round)
         self.fewest: Final = fewest_clients(per_round)
         kind = RoundKind(noise=terms.noise, probability=terms.fraction if self.draws_itself else 1.0)
-        counted = clients if terms.secure else 0
+        counted = clients if terms.secure or known else 0
         budget = {"epsilon": terms.epsilon, "delta": terms.delta}
         self.spending: Final = Spending(kind, **budget, clients=counted) if terms.noise else None
         self.step: Final = fixed.step if fixed is not None else 0.0  # of the fixed-point encoding

@@ -21,7 +21,7 @@ from manyhands.strategies.federated.client_measures import skew_of, spread_of
 from manyhands.strategies.federated.client_states import local_names
 from manyhands.strategies.federated.clients import held_names
 from manyhands.strategies.federated.exchange import FederatedExchange, private_rounds, split_over
-from manyhands.strategies.federated.private_rounds import need_accountant
+from manyhands.strategies.federated.private_rounds import need_accountant, spoiled_buffer
 from manyhands.strategies.federated.secure.primitives import need_cryptography
 from manyhands.strategies.federated.simulation import simulated_rounds
 from manyhands.strategies.federated.strategy import Federated
@@ -140,10 +140,7 @@ def _privacy_forecast(strategy: Federated, model: nn.Module, clients: int, plan:
     expect(("dp_accounting",))  # which takes a second to import: once, and not in every worker of every run
     buffers = [name for name, buffer in model.named_buffers() if buffer.is_floating_point()]
     if buffers:
-        raise UserError(
-            f"noise={strategy.noise:g}: the model's buffer {buffers[0]!r} is averaged over clients, like BatchNorm "
-            "statistics, and noise would corrupt it; use GroupNorm or LayerNorm instead"
-        )
+        raise UserError(spoiled_buffer(strategy.noise, buffers[0]))
     rounds = private_rounds(strategy, clients, seed=0)
     assert rounds is not None, "there is a clip"
     assert rounds.spending is not None, "there is noise"

@@ -34,6 +34,7 @@ class ShardedLoop(ShardedExchange):
         self.on_next_gradient: Callable[[], None] | None = None
         self._open = ExitStack()
         self._forwards, self._in_backward = 0, False
+        self._marked: set[nn.Parameter] = set()  # those whose `grad` stands for one in pieces
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._device = next((one.device for one in model.parameters()), self._device)
@@ -79,6 +80,7 @@ class ShardedLoop(ShardedExchange):
             if reached:
                 parameter = pieces.unit.parameters[number]
                 parameter.grad = GradientInPieces(parameter)
+                self._marked.add(parameter)
         self._forget_sums()
         return shared
 
@@ -94,6 +96,7 @@ class ShardedLoop(ShardedExchange):
         if self._in_backward or torch._C._current_graph_task_id() == -1:
             return
         self._in_backward = True
+        self._drop_zeroed()
         self._flow.backward()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -104,7 +107,9 @@ class ShardedLoop(ShardedExchange):
     def _before_gradient(self, index: int) -> None:
         self._notice_backward()
         pieces, number = self._places[index]
-        pieces.unit.parameters[number].grad = None
+        parameter = pieces.unit.parameters[number]
+        parameter.grad = None
+        self._marked.discard(parameter)
         if self.on_next_gradient is not None:
             listener, self.on_next_gradient = self.on_next_gradient, None
             listener()
@@ -123,8 +128,13 @@ class ShardedLoop(ShardedExchange):
         """The optimizer has stepped: what is here of any unit is old."""
         self._carry_out(self._flow.end())
         self._flow.begin("training")
-        for pieces, number in self._places:
-            pieces.unit.parameters[number].grad = None
+
+    def _drop_zeroed(self) -> None:
+        """Whoever has taken the mark of a gradient from a parameter, as `model.zero_grad()` does, means its pieces."""
+        for held in self._held:
+            if held.whole in self._marked and held.whole.grad is None:
+                held.local.grad = None
+        self._marked = {one for one in self._marked if one.grad is not None}
 
     def _watch(self, watching: bool) -> None:
         self._visits.is_watching = watching

@@ -159,9 +159,12 @@ class GbdtModel:
         labels: Labels = NO_LABELS,
     ) -> GbdtModel:
         """The trees of the first `rounds` of a `TreeMemory`; the first of each class has its bias in its leaves."""
+        count = len(biases)
         made = tuple(
-            DecisionTree.of(tree_of(state, number), bins.features, bias, options.rate)
-            for number, bias in enumerate([*biases, *[0.0] * ((rounds - 1) * len(biases))])
+            DecisionTree.of(
+                tree_of(state, number), bins.features, biases[number] if number < count else 0.0, options.rate
+            )
+            for number in range(rounds * count)
         )
         # What LightGBM's files say of each column: its range, or its categories.
         infos = ["none"] * bins.columns

@@ -63,6 +63,7 @@ class GbdtTask(KernelTask):
     start_trees: int = 0  # of a model that training continues: the scores of rows begin with its
     largest_weight: float = 1.0  # of the rows to train on: gradients are counted in units that follow from it
     labels: Labels = NO_LABELS  # which label each class has; none of a number
+    note: str = ""  # which objective was guessed
     gbdt: GbdtOptions
 
     @property

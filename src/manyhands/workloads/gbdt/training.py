@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from manyhands.engine.fitting import await_workers
 from manyhands.engine.options import EarlyStopping, StoppingCount
 from manyhands.engine.training import Keeping
-from manyhands.errors import DataError, UserError, format_bytes
+from manyhands.errors import DataError, UserError, format_bytes, num_of
 from manyhands.native.warming import prepare, spent_s
 from manyhands.observe.draw.bars import Bars
 from manyhands.strategy import Strategy
@@ -131,6 +131,7 @@ def gbdt_task(
             start_trees=len(table.start.trees) if table.start is not None else 0,
             largest_weight=float(first.sample.weights.max()),
             labels=first.labels,
+            note=first.guess,
             gbdt=first.options,
         )
         del first  # whose copies of labels and weights are not needed any more
@@ -242,6 +243,9 @@ def _result(
     labels = NO_LABELS if task.labels in PAIRS and task.classes == 1 else task.labels
     model = GbdtModel.of(state, best, task.bins, options, biases.tolist(), _names(table), labels)
     earlier = table.start.trees if table.start is not None else ()
+    summary = trained.summary
+    if summary and task.note:
+        summary = {**summary, "notes": [*summary["notes"], task.note]}
     return GbdtResult(
         model=replace(
             model,
@@ -261,7 +265,7 @@ def _result(
         seconds=seconds,
         train_seconds=train_seconds,
         interrupted=not trained.summary,
-        summary=trained.summary,
+        summary=summary,
     )
 
 
@@ -313,13 +317,12 @@ def _objective(
     `known` are the labels of a model that training continues, `seen` those of the table.
     """
     names, where = source.label_names, source.name
-    shown = f"the label has {len(seen):,} values"
     guess = ""
     if asked == "auto":
         few = 2 <= len(seen) <= _MOST_GUESSED and bool((seen == np.floor(seen)).all())
         is_class = names is not None or few
         asked = "regression" if not is_class else "binary" if len(seen) == 2 else "multiclass"
-        guess = f"objective={asked}: {shown}; give --objective to choose"
+        guess = f"objective={asked}: the label has {num_of(len(seen), 'value')}; give --objective to choose"
     if asked == "regression":
         if names is not None:
             raise DataError(

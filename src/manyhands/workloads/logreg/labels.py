@@ -98,9 +98,11 @@ class Labels(tuple[float | str, ...]):
 
     def answers(self, chances: NDArray[np.float64]) -> list[dict[str, Any]]:
         """What a predictor says of rows whose probabilities of all classes these are."""
-        best = [self[at] for at in chances.argmax(axis=1).tolist()]
-        said = [dict(zip(self.names, row, strict=True)) for row in chances.tolist()]
-        return [{"label": one, "probabilities": row} for one, row in zip(best, said, strict=True)]
+        names, best = self.names, chances.argmax(axis=1).tolist()
+        return [
+            {"label": self[at], "probabilities": dict(zip(names, row, strict=True))}
+            for at, row in zip(best, chances.tolist(), strict=True)
+        ]
 
 
 NO_LABELS = Labels()

@@ -19,13 +19,15 @@ import torch
 
 from manyhands.data.store.rundir import parameter_shapes
 from manyhands.errors import DataError, ManyhandsError, UserError, printable
-from manyhands.strategies.federated.algorithms import algorithm_named
+from manyhands.strategies.federated.algorithms import FederatedFacts, algorithm_named
 from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate
-from manyhands.strategies.federated.clients import ClientTrainer, held, work_of
+from manyhands.strategies.federated.clients import ClientTrainer, held, held_names, work_of
 from manyhands.strategies.federated.deployed import protocol
 from manyhands.strategies.federated.deployed.device_job import DataSchema, initial_model, read_columns
 from manyhands.strategies.federated.deployed.protocol import MessageRejected, Reply, Unreached, whole_in
 from manyhands.strategies.federated.deployed.run_files import DeviceState, from_hex
+from manyhands.strategies.federated.privacy_noise import RoundNoise, clipped, system_draws
+from manyhands.strategies.federated.private_rounds import CLIENTS
 from manyhands.strategies.federated.secure import primitives as crypto
 from manyhands.strategies.federated.secure.fixedpoint import LOSS_ITEMS, FixedPoint, words_of
 from manyhands.strategies.federated.secure.primitives import ProtocolRefused, public_identity
@@ -43,6 +45,7 @@ _MOST_PLAN_BYTES = 1 << 24
 _MOST_MESSAGE_BYTES = 1 << 24
 _MOST_WORK_BYTES = 1 << 20  # with secure=yes it names all who are asked
 _GONE = 409
+_COMING, _ROUND = "coming/", "round"  # in what a device keeps: of the report that is under way
 _Made = TypeVar("_Made")
 
 
@@ -160,6 +163,17 @@ def terms_from(sent: Any, items: int, strategy: Federated) -> tuple[SecureTerms,
     return terms, roster
 
 
+def private_update(strategy: Federated, update: ClientUpdate, terms: SecureTerms) -> ClientUpdate:
+    """What a device gives to a secure sum in a private run: clipped, with its share of the noise, and no loss."""
+    privacy = strategy.privacy
+    assert privacy.rule is not None, "asked for where there is a clip"
+    flat, _ = clipped(update.change, privacy.rule.bound)
+    noise = RoundNoise.of(privacy.noise, 1.0, bound=privacy.rule.bound, adapts=False)
+    draws = system_draws if privacy.noise_by == CLIENTS else None
+    steps = noise.in_steps(flat, terms.fixed.step, terms.threshold, draws)
+    return replace(update, change=[torch.from_numpy(steps * terms.fixed.step)], samples=1, loss=0.0)
+
+
 class Device:
     """One device in one run; `clock` and `sleep` can be replaced in tests."""
 
@@ -184,11 +198,16 @@ class Device:
         self._weights = held(self._model)
         self._optimizer = plan.task.optimizer(self._model.parameters())
         self._algorithm = algorithm_named(plan.strategy.algorithm)
+        parameters = len(list(self._model.parameters()))
+        self._algorithm.facts = FederatedFacts(names=held_names(self._model), parameters=parameters)
+        self._trained_from: int | None = None  # the rounds of the model that its last update began with
+        self._load_own()
         work = work_of(plan.strategy)
         self._trainer = ClientTrainer(plan.task, self._model, self._algorithm, work, plan.seed)
         self._rounds, self._hash, self._after = -1, "", 0
         self._made: tuple[str, ClientUpdate] | None = None
-        self._updates = protocol.UpdateForm(plan.form, plan.strategy, plan.seed)
+        form = plan.form.with_more(self._algorithm.sent(self._weights))
+        self._updates = protocol.UpdateForm(form, plan.strategy, plan.seed)
         self._left = state.left(self._updates.parcel) if self._updates.keeps else None
         self._body: tuple[str, bytes, torch.Tensor | None] | None = None
         found = state.load()
@@ -209,6 +228,7 @@ class Device:
             if (expected, rounds) != (self._hash, self._rounds) and not self._fetch(expected, rounds):
                 self._sleep(self._back_off.next_s())  # the server has advanced since, or is inconsistent
                 continue
+            self._settle(rounds, whole_in({"counted_in": 0, **work}, "counted_in"))
             if work.get("state") == "done":
                 # The server waits a while to hear that it has the model; it may have ended.
                 with suppress(Unreached):
@@ -251,18 +271,20 @@ class Device:
             self._sleep(self._back_off.next_s())
 
     def _fetch(self, expected: str, rounds: int) -> bool:
-        reply = self._request("GET", "/model", most=self._plan.form.most_bytes)
+        form = self._plan.form.with_more([*self._weights, *self._algorithm.given_besides(self._weights)])
+        reply = self._request("GET", "/model", most=form.most_bytes)
         if reply is None:
             return False
-        tensors, _ = self._plan.form.decode(reply.body)
+        tensors, _ = form.decode(reply.body)
         if hash_of(tensors).hex() != expected:
             return False
-        for (name, _, _), one in zip(self._plan.form.rows, tensors, strict=True):
+        for (name, _, _), one in zip(form.rows, tensors, strict=True):
             if not bool(one.isfinite().all()):
                 raise ManyhandsError(f"tensor {name!r} of the server's model is not finite")
         with torch.no_grad():
-            for mine, one in zip(self._weights, tensors, strict=True):
+            for mine, one in zip(self._weights, tensors, strict=False):
                 mine.copy_(one)
+        self._algorithm.take_besides(tensors[len(self._weights) :])
         self._state.save(rounds, self._model.state_dict())
         self._rounds, self._hash = rounds, expected
         self._notify(f"has the model after {rounds} rounds")
@@ -275,9 +297,42 @@ class Device:
                 client=self._client, samples=samples, weights=self._weights, number=self._rounds
             )
             [made] = self._trainer.play([assigned], self._optimizer)
+            self._trained_from = self._rounds
+            self._keep_own()
             counted = min(made.samples, self._plan.strategy.max_samples)
             self._made = self._hash, replace(made, samples=counted)
         return self._made[1]
+
+    def _load_own(self) -> None:
+        """What the algorithm lets this device keep from round to round, and what it will once its report counts."""
+        kept, algorithm = self._algorithm.kept(self._weights), self._algorithm
+        self._own_names = held_names(self._model)[: len(kept)]
+        like = dict(zip(self._own_names, kept, strict=True))
+        coming = {f"{_COMING}{name}": one for name, one in like.items()}
+        found = self._state.own({**like, **coming, _ROUND: torch.zeros(1, dtype=torch.int64)})
+        for states, names in ((algorithm.states, like), (algorithm.coming, coming)):
+            if names and names.keys() <= found.keys():
+                states[self._client] = [found[name] for name in names]
+        self._trained_from = int(found[_ROUND]) if _ROUND in found else None
+
+    def _keep_own(self) -> None:
+        """Before a report leaves: a device that is killed then knows later what it was to keep."""
+        states, coming = (
+            one.get(self._client, ()) for one in (self._algorithm.states, self._algorithm.coming)
+        )
+        named = dict(zip(self._own_names, states, strict=False))
+        named |= {f"{_COMING}{name}": one for name, one in zip(self._own_names, coming, strict=False)}
+        if coming and self._trained_from is not None:
+            named[_ROUND] = torch.tensor([self._trained_from])
+        if self._own_names:
+            self._state.keep_own(named)
+
+    def _settle(self, rounds: int, counted_in: int) -> None:
+        """Once the round of its last update is over: whether the update is in it."""
+        if self._trained_from is not None and rounds > self._trained_from:
+            self._algorithm.settle(self._client, counted=counted_in == self._trained_from + 1)
+            self._trained_from = None
+            self._keep_own()
 
     def _report(self, attempt: int, update: ClientUpdate) -> None:
         if self._body is None or self._body[0] != self._hash:
@@ -303,6 +358,8 @@ class Device:
                 raise ProtocolRefused("the server has a different key for this device")
             party = SecureClient(self._client, self._state.secret, roster, terms, bytes.fromhex(self._hash))
             words = words_of(terms.fixed, update, self._algorithm.weight(update))
+            if self._plan.strategy.privacy.rule is not None:
+                words = words_of(terms.fixed, private_update(self._plan.strategy, update, terms), 1.0)
             while party.stage < SecureStage.DONE:
                 target, message = f"/secure/{attempt}/{int(party.stage)}", self._stage_message(attempt, party)
                 if message is None or self._request("POST", target, party.answer(message, words)) is None:

@@ -72,6 +72,7 @@ def launch_scripts(
     timeout_s: float = 300.0,
 ) -> tuple[bool, dict[str, Any]]:
     """Run the script to its end in every process; returns whether all joined, and where their time went."""
+    strategy.check(workers, "cpu")
     path = directory.path if directory is not None else None
     job = loop_job(strategy, workers, timeout_s, run_path=path, threads=1)
 

@@ -2,9 +2,10 @@
 
 A server builds the model and the optimizer as the script does, up to `prepare`, and never returns from there: it serves
 until the run is over, and ends. A worker's `optimizer.step()` pushes its gradients and waits for the next parameters;
-what a successor needs besides (how far the loop had come) is on the store.
+what a successor needs besides (how far the loop had come) is in the store.
 
-    launch            the launcher leads, as in `fit`; a process that died is started again, and takes its slot
+    launch      the launcher leads, as in `fit`; a process that died is started again, and takes its slot
+    torchrun    rank 0 leads, and has a child that serves (`loop_outside`)
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Self
@@ -26,14 +28,17 @@ from manyhands.engine.computing import Built
 from manyhands.engine.loop_end import GroupStore, LoopEnd, settings_text
 from manyhands.engine.reporting import StepBook, WorkerContext
 from manyhands.errors import NonFinite, PeerTimeout, UserError
+from manyhands.places.external.control_connection import ControlConnection
 from manyhands.places.external.process_place import ProcessPlace
 from manyhands.places.local.status import State
 from manyhands.strategies.common.consistency import SoftSync
 from manyhands.strategies.ps.client_core import Reason
 from manyhands.strategies.ps.live import reports
-from manyhands.strategies.ps.live.loop_job import LoopJob, begin_record
+from manyhands.strategies.ps.live.loop_job import LoopJob, begin_record, loop_job
 from manyhands.strategies.ps.live.loop_launcher import launch_scripts
+from manyhands.strategies.ps.live.loop_outside import join_scripts, lead_scripts
 from manyhands.strategies.ps.live.ps_job import MemberContext, MemberResources
+from manyhands.strategies.ps.live.ps_members import ps_ranks
 from manyhands.strategies.ps.live.server_process import serve_with
 from manyhands.strategies.ps.live.snapshots import ShardSnapshots
 from manyhands.strategies.ps.live.worker_process import SlotSession
@@ -49,6 +54,10 @@ _SETTLE_S: Final = 5.0
 _ASK_AGAIN_S: Final = 2.0
 
 
+class SlotTaken(Exception):
+    """A successor has the slot, since this process was suspended."""
+
+
 class LoopSession(SlotSession):
     """A slot's session whose updates the user's loop computes: `wait_for_work`, then `give`."""
 
@@ -56,10 +65,8 @@ class LoopSession(SlotSession):
         """Return when the parameters for the next update are here; raise what ended the slot instead."""
         while self._computing is None:
             if self._left is not None:
-                if (
-                    self._left.reason is Reason.FENCED
-                ):  # a successor has the slot, since this process was suspended
-                    raise SystemExit(0)
+                if self._left.reason is Reason.FENCED:
+                    raise SlotTaken(self._left.sentence)
                 raise NonFinite(self._left.sentence)
             self._advance()
         now_ns = time.monotonic_ns()
@@ -68,9 +75,9 @@ class LoopSession(SlotSession):
         self._context.mark(self._computing.work.batch + 1, State.COMPUTING)
         self._body.model.pulled()
 
-    def begin(self) -> None:
+    def attend(self) -> None:
+        """Execute what the launcher ordered before this session began."""
         self._attend()
-        self.wait_for_work()
 
     @property
     def work(self) -> tuple[int, int]:
@@ -141,45 +148,50 @@ class ServedLoop(LoopEnd):
         return launch_scripts(strategy, workers, script, **options)
 
     def __init__(
-        self,
-        context: MemberContext,
-        resources: MemberResources,
-        job: LoopJob,
-        slot: int | None,
-        store: GroupStore,
-        keep_counts: Callable[[Mapping[str, Any]], None],
+        self, place: ProcessPlace, name: str, job: LoopJob, slot: int | None, store: GroupStore
     ) -> None:
         super().__init__(job.workers if slot is None else slot, job.workers, store)
-        self._context, self._resources, self._job, self._slot = context, resources, job, slot
-        self._keep_counts = keep_counts
+        self._place, self._name, self._job, self._slot = place, name, job, slot
         self._policy = job.strategy.consistency
         self.together = self._policy.stepwise
         self._attached, self._loads = False, 0
         self._unused: set[int] = set()  # numbers of batches that went with a load instead
+        self._stack = ExitStack()
+        self._line: ControlConnection | None = None  # to a leader that has not started this process
 
     @classmethod
     def open(cls, place: ProcessPlace, name: str, strategy: Strategy, timeout_s: float) -> Self:
         assert isinstance(strategy, Ps), "the registry leads here from ps alone"
-        launched = place.launched
-        if launched is None:
-            raise UserError("strategy=ps: start a loop of your own with manyhands launch")
-        if launched.joins > 1:
-            raise UserError(f"a second group, {name!r}: a script joins one group under ps")
-        context = launched.context
-        resources = MemberResources.inherited(context)
-        job = resources.job()
-        assert isinstance(job, LoopJob), "launch has started this process"
-        job = replace(job, timeout_s=timeout_s)
-        store = GroupStore(PrefixStore(name, place.open_store(timeout_s)), timeout_s)
-        slot = None if place.role == "ps" else place.rank
-        return cls(context, resources, job, slot, store, launched.counts.update)
+        store = GroupStore(PrefixStore(f"{name}/values", place.open_store(timeout_s)), timeout_s)
+        if place.launched is not None:
+            if place.launched.joins > 1:
+                raise UserError(f"a second group, {name!r}: a script joins one group under ps")
+            job = MemberResources.inherited(place.launched.context).job()
+            assert isinstance(job, LoopJob), "launch has started this process"
+            slot = None if place.role == "ps" else place.rank
+            return cls(place, name, replace(job, timeout_s=timeout_s), slot, store)
+        placed, workers = strategy.placed(place.world, {})
+        ranks = ps_ranks(placed, place).workers
+        job = loop_job(replace(placed, link="tcp"), workers, timeout_s)
+        return cls(place, name, job, ranks.index(place.rank) if place.rank in ranks else None, store)
 
     def begin(self, model: nn.Module, optimizer: Optimizer, worker_context: WorkerContext) -> None:
         built = Built(model=model, optimizer=optimizer)
-        job = replace(self._job, built=built, copies=self._slot is None)
-        resources = replace(self._resources, job=lambda: job, leave_shard=lambda *_: None)
+        job = self._job = replace(self._job, built=built, copies=self._slot is None)
+        if self._place.launched is not None:
+            self._context: MemberContext = self._place.launched.context
+            resources = replace(MemberResources.inherited(self._place.launched.context), job=lambda: job)
+            resources = replace(resources, leave_shard=lambda *_: None)
+        elif self._place.leads:
+            lead_scripts(self._place, self._name, job)
+            raise SystemExit(0)
+        else:
+            self._context, resources, self._line = join_scripts(self._place, self._name, job, self._stack)
+            found = resources.job()
+            assert isinstance(found, LoopJob), "it was made of this one"
+            job = self._job = found
         if self._slot is None:
-            self._keep_counts(serve_with(self._context, resources))
+            self._end_well(serve_with(self._context, resources))
             raise SystemExit(0)
         if self._slot == 0 and job.run_path is not None:
             begin_record(job, job.run_path)
@@ -188,14 +200,24 @@ class ServedLoop(LoopEnd):
         ring: Any = worker_context  # all that a session wants of a ring is to record
         self._session = LoopSession(self._context, job, self._body, ring, self._slot, self._context.rank)
         self._context.send(reports.REPORTS.write(reports.WorkerReady()))
-        self._session.begin()
-        self._take_work()
+        self._session.attend()
+        self._wait_for_work()
+
+    def _end_well(self, counts: Mapping[str, Any]) -> None:
+        if self._place.launched is not None:
+            self._place.launched.counts.update(counts)
+        elif self._line is not None:
+            self._line.end(counts)
+        self._stack.close()
 
     def push(self, weight: float, settings: Mapping[str, Any]) -> None:
         self._give(weight, settings_text(settings))
 
     def skip(self) -> None:
         self._give(0.0, "", skip=True)
+
+    def refresh(self) -> None:
+        self._session.read_again()
 
     def clips(self, model: nn.Module, max_norm: float) -> float | None:
         if not self.together or self.world == 1:
@@ -228,9 +250,13 @@ class ServedLoop(LoopEnd):
             time.sleep(_LOOK_S)
         _, optimizer = merge(self._body.layout, [one.state for one in found], model.state_dict())
         shutil.rmtree(parts, ignore_errors=True)
-        return optimizer
+        assert self._job.built is not None, "prepare comes first"
+        # The settings are the loop's own: a schedule may have moved them since the last step.
+        return {**optimizer, "param_groups": self._job.built.optimizer.state_dict()["param_groups"]}
 
     def load(self, folder: Path, loaded: Loaded, *, again: bool) -> None:
+        assert self._job.built is not None, "prepare comes first"
+        self._job.built.optimizer.state.clear()  # the servers have it
         order, unused = {"folder": str(folder.resolve()), "step": loaded.step}, []
         if not again and self.rank == 0:
             for number in range(self._group_size):
@@ -262,33 +288,38 @@ class ServedLoop(LoopEnd):
         # So that no batch is missing among those that were given out: what nobody computes counts as nothing.
         for _ in range(1 if lag is None else max(map(int, settled)) - self.clock):
             self.skip()
+
+    def finish(self) -> None:
         self._context.send(reports.REPORTS.write(reports.WorkerLeft(reason=Reason.FINISHED)))
         body = self._body
-        self._keep_counts(
-            {
-                "messages_sent": body.messages_sent,
-                "bytes_sent": body.bytes_sent,
-                "samples": body.samples,
-                "recorded": body.recorder.kept,
-            }
-        )
+        counts = {name: getattr(body, name) for name in ("messages_sent", "bytes_sent", "samples")}
+        counts["recorded"] = body.recorder.kept
+        self._release()
+        self._end_well(counts)
 
     def close(self) -> None:
-        """Release everything; the model keeps its parameters, in memory of its own."""
-        if not self._attached:
-            return
-        self._attached = False
-        for parameter in self._body.model.model.parameters():
-            parameter.data = parameter.data.clone()
-        self._session.close()
-        self._body.close()
+        self._release()
+        self._stack.close()
+
+    def _release(self) -> None:
+        """End the session; the model keeps its parameters, in memory of its own."""
+        if self._attached:
+            self._attached = False
+            for parameter in self._body.model.model.parameters():
+                parameter.data = parameter.data.clone()
+            self._session.close()
+            self._body.close()
 
     def _take_work(self) -> None:
         self.clock, number = self._session.work
         self.batch = number - sum(unused < number for unused in self._unused)
 
     def _wait_for_work(self) -> None:
-        self._session.wait_for_work()
+        try:
+            self._session.wait_for_work()
+        except SlotTaken as taken:
+            self._end_well({"samples": 0})
+            raise SystemExit(0) from taken
         self._take_work()
 
     def _give(self, weight: float, settings: str, *, skip: bool = False) -> None:
