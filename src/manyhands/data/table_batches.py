@@ -259,6 +259,7 @@ class CsvBatches(TableBatches):
 
         kinds = dict.fromkeys(self.names, pyarrow.binary())
         with ExitStack() as stack:
+            stack.callback(pyarrow.default_memory_pool().release_unused)
             try:
                 reader = arrow_csv.open_csv(
                     _opened(self.path, stack),

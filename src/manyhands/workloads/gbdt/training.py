@@ -124,7 +124,7 @@ def gbdt_task(
         prefix, folders = "manyhands-gbdt-", ["", ""]  # files, where several processes map them
         if shared or first.needs_files():
             folders = [stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix)) for _ in folders]
-        yield GbdtTask(
+        task = GbdtTask(
             train=first.binned(folders[0], phase.advance, threads),
             valid=first.binned_held(table.valid, folders[1]),
             bins=first.bins,
@@ -134,6 +134,8 @@ def gbdt_task(
             note=first.guess,
             gbdt=first.options,
         )
+        del first  # whose copies of labels and weights are not needed any more
+        yield task
 
 
 class _FirstPass:
