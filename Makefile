@@ -73,6 +73,7 @@ bench: setup
 	$(BIN)/python benchmarks/glove.py
 	$(BIN)/python benchmarks/regression.py
 	$(BIN)/python benchmarks/gbdt.py
+	$(BIN)/python benchmarks/classes.py
 	$(BIN)/python benchmarks/links.py
 	$(BIN)/python benchmarks/events.py
 	$(BIN)/python benchmarks/desync.py

@@ -275,6 +275,20 @@ def gbdt_speed() -> str:
     return f"**{result['trees']} trees, {result['cores']} cores**\n\n{markdown(rows)}"
 
 
+def class_figures() -> str:
+    """Accuracy and log loss of several classes beside LightGBM and scikit-learn."""
+    found = load("classes")["rows"]
+    cells = {
+        (row["work"], row["kind"], row["case"]): f"{row['accuracy']:.4f}, {row['log_loss']:.4f}"
+        for row in found
+    }
+    cases = ("manyhands", "LightGBM", "scikit-learn")
+    rows = [["accuracy, log loss", "", *cases]]
+    for work, kind in dict.fromkeys((row["work"], row["kind"]) for row in found):
+        rows.append([work, kind, *(cells.get((work, kind, case), "") for case in cases)])
+    return markdown(rows)
+
+
 def svd_speed() -> str:
     """CPU-seconds to the same error beside scikit-learn and scipy."""
     result = load("svd")
@@ -423,6 +437,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "federated roles": federated_roles,
     "regression": regression_speed,
     "gbdt": gbdt_speed,
+    "classes": class_figures,
     "startup": startup_times,
     "svd": svd_speed,
     "stragglers permanent": stragglers("permanent"),

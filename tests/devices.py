@@ -102,8 +102,9 @@ def write_parts(
 ) -> None:
     """The task's data as the simulation would split it, a file for each device."""
     task = task or TOY.build()
+    named = task.data if isinstance(task.data, dict) else dict(zip(names, task.data, strict=True))
     for number, chosen in enumerate(Partition.parse("iid").split(task.data, task.samples, parts, 0)):
-        columns = {name: column[chosen].clone() for name, column in zip(names, task.data, strict=True)}
+        columns = {name: column[chosen].clone() for name, column in named.items()}
         save_file(columns, folder / f"{number}.safetensors")
 
 

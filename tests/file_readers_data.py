@@ -79,6 +79,12 @@ def _npy(folder: Path) -> None:
         np.save(file, np.arange(60.0).reshape(12, 5))
 
 
+def _read_values(folder: Path) -> object:
+    from manyhands.data.file_reader import read_values
+
+    return list(read_values(str(folder / "sample")))
+
+
 def _parquet(folder: Path) -> None:
     import pyarrow
     from pyarrow import parquet
@@ -88,8 +94,8 @@ def _parquet(folder: Path) -> None:
 
 
 def _matrix(folder: Path) -> object:
-    from manyhands.data.matrix_files import open_matrix
     from manyhands.data.stored_matrix import MatrixStore
+    from manyhands.data.table_files import open_matrix
 
     with MatrixStore() as store:
         stored = store.keep(open_matrix(folder / "sample"))
@@ -108,12 +114,14 @@ def _learn(folder: Path) -> object:
     return result
 
 
-def _model(folder: Path) -> None:
+def _model(folder: Path, *more: float) -> None:
     from manyhands.workloads.logreg.labels import Labels
     from manyhands.workloads.logreg.model import LogregModel
 
-    table = np.linspace(-1, 1, 65, dtype=np.float32)
-    LogregModel(table=table, labels=Labels(-1.0, 1.0), bits=6).save(folder / "model.safetensors")
+    labels = Labels(-1.0, 1.0, *more)
+    table = np.linspace(-1, 1, labels.outputs * 65, dtype=np.float32)
+    table = table.reshape(labels.outputs, 65) if more else table
+    LogregModel(table=table, labels=labels, bits=6).save(folder / "model.safetensors")
     (folder / "rows").write_bytes(_LIBSVM)
 
 
@@ -151,7 +159,7 @@ def _ask_model(folder: Path) -> object:
     return predictor.answers(predictor.inputs([predictor.example]))
 
 
-def _boosted(folder: Path) -> None:
+def _boosted(folder: Path, objective: str = "regression") -> None:
     from manyhands.workloads.gbdt.options import GbdtOptions
     from manyhands.workloads.gbdt.row_sources import ArraySource
     from manyhands.workloads.gbdt.text_format import write_model
@@ -161,7 +169,7 @@ def _boosted(folder: Path) -> None:
     values = drawn.integers(0, 9, (200, 3)).astype(float)
     values[::7, 1] = np.nan
     table = TableChoice(train=ArraySource(values, values[:, 0] + values[:, 2] % 4), categorical=("2",))
-    options = GbdtOptions(trees=3, num_leaves=5, min_data_per_group=5, cat_smooth=1.0)
+    options = GbdtOptions(objective=objective, trees=3, num_leaves=5, min_data_per_group=5, cat_smooth=1.0)
     write_model(train_gbdt(table, options).model, folder / "model.txt")
 
 
@@ -195,10 +203,38 @@ def _boost(name: str) -> Callable[[Path], object]:
 
         tables.available_bytes = lambda: 256 << 20  # as on a machine that has no more
         table = TableChoice(train=open_source(folder / name))
-        options = GbdtOptions(trees=2, num_leaves=3, min_data_in_leaf=2, objective="regression")
+        options = GbdtOptions(trees=2, num_leaves=3, min_data_in_leaf=2)
         return train_gbdt(table, options)
 
     return read
+
+
+_CSV = b'age,city,label\n31,Oslo,yes\n,"Rome, Italy",no\n4.5,,yes\n7,"Os""lo",no\n' * 3
+
+
+def _boosted_texts(folder: Path) -> None:
+    from manyhands.workloads.gbdt.options import GbdtOptions
+    from manyhands.workloads.gbdt.row_sources import open_source
+    from manyhands.workloads.gbdt.text_format import write_model
+    from manyhands.workloads.gbdt.training import TableChoice, train_gbdt
+
+    (folder / "rows.csv").write_bytes(_CSV)
+    options = GbdtOptions(trees=2, min_data_in_leaf=2, min_data_per_group=1, cat_smooth=1.0)
+    table = TableChoice(train=open_source(folder / "rows.csv"))
+    write_model(train_gbdt(table, options).model, folder / "model.txt")
+
+
+def _read_texts(folder: Path) -> object:
+    from manyhands.workloads.gbdt.text_format import open_gbdt
+    from manyhands.workloads.predictor import ReadAs
+
+    return [len(block) for block in open_gbdt(folder).blocks(folder / "rows.csv", ReadAs())]
+
+
+def _table(folder: Path) -> object:
+    from manyhands.data.table_files import SparseTable, open_table
+
+    return [len(block) for block in SparseTable(open_table(folder / "sample.csv")).blocks()]
 
 
 ROWS = (
@@ -208,6 +244,8 @@ ROWS = (
     Reader(name="images-json", make=_images("sample.json"), read=_read_images("sample.json"),
            files=("sample.json",)),
     Reader(name="images-png", make=_images("sample.png"), read=_read_images("sample.png"), files=("sample.png",)),
+    Reader(name="values-npy", make=_npy, read=_read_values),
+    Reader(name="values-json", make=written(b'{"inputs": [[1, 2.5], "a text", {"x": null}]}'), read=_read_values),
     Reader(name="text", make=written(TEXT), read=_read_text),
     Reader(name="libsvm", make=written(_LIBSVM), read=_rows(format="libsvm")),
     Reader(name="libsvm-hashed", make=written(_LIBSVM), read=_rows(format="libsvm", bits=10, skip_bad=True)),
@@ -219,11 +257,19 @@ ROWS = (
     Reader(name="matrix-libsvm", make=written(_LIBSVM), read=_matrix),
     Reader(name="matrix-npy", make=_npy, read=_matrix),
     Reader(name="matrix-parquet", make=_parquet, read=_matrix),
+    Reader(name="table-csv", make=written(_CSV, "sample.csv"), read=_table, files=("sample.csv",)),
+    Reader(name="table-gzip", make=written(gzip.compress(_CSV, mtime=0), "sample.csv"), read=_table,
+           files=("sample.csv",)),
     Reader(name="logreg", make=written(_LIBSVM), read=_learn),
     Reader(name="logreg-model", make=_model, read=_read_model, files=("model.safetensors",)),
+    Reader(name="logreg-classes", make=lambda folder: _model(folder, 7.0), read=_read_model,
+           files=("model.safetensors",)),
     Reader(name="exported-model", make=_exported, read=_ask_model, files=("model.safetensors",)),
     Reader(name="svd-model", make=_decomposed, read=_ask_model, files=("model.safetensors",)),
     Reader(name="gbdt-model", make=_boosted, read=_read_boosted, files=("model.txt",)),
+    Reader(name="gbdt-classes", make=lambda folder: _boosted(folder, "multiclass"), read=_read_boosted,
+           files=("model.txt",)),
+    Reader(name="gbdt-texts", make=_boosted_texts, read=_read_texts, files=("model.txt",)),
     Reader(name="gbdt-npy", make=_array, read=_boost("sample.npy"), files=("sample.npy",)),
     Reader(name="gbdt-parquet", make=_columns, read=_boost("sample.parquet"), files=("sample.parquet",)),
     Reader(name="gbdt-text", make=written(_LIBSVM), read=_boost("sample")),

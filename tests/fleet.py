@@ -17,6 +17,7 @@ from typing import Any
 import warm
 from devices import write_parts
 from manyhands.strategies.federated.deployed.run_files import TOKENS
+from manyhands.workloads.own_task import own_task
 from manyhands.workloads.tasks import build
 
 __all__ = ["Fleet"]
@@ -27,10 +28,16 @@ SCHEMA = "images=uint8:1x8x8,labels=int64"
 
 
 class Fleet:
-    """Digits on so many devices; a context manager, which leaves no process behind."""
+    """Digits, or the `own` Task of a module, on so many devices; a context manager, which leaves no process behind."""
 
     def __init__(
-        self, folder: Path, strategy: str, devices: int, rounds: int, options: Sequence[str] = ()
+        self,
+        folder: Path,
+        strategy: str,
+        devices: int,
+        rounds: int,
+        options: Sequence[str] = (),
+        own: str | None = None,
     ) -> None:
         self.folder, self.run = folder, folder / "run"
         self._devices, self._rounds = devices, rounds
@@ -38,17 +45,20 @@ class Fleet:
             self._port = free.getsockname()[1]
         self._serve = [
             "serve",
-            "digits",
+            *(["digits"] if own is None else ["own", own]),
             "--rounds",
             str(rounds),
             "--strategy",
             f"federated clients={devices} {strategy}",
         ]
-        self._serve += ["--data-schema", SCHEMA, "--out", str(self.run), "--port", str(self._port), *options]
+        self._serve += ["--out", str(self.run), "--port", str(self._port), *options]
+        self._serve += ["--data-schema", SCHEMA] if own is None else []
         self.server: subprocess.Popen[bytes] | None = None
         self.devices: dict[int, subprocess.Popen[bytes]] = {}
         self._log = (folder / "log.txt").open("wb")
-        write_parts(folder, devices, build("digits"), ("images", "labels"))
+        self._own = own
+        task = build("digits") if own is None else own_task(own)
+        write_parts(folder, devices, task, ("images", "labels") if own is None else ("0", "1"))
 
     def __enter__(self) -> Fleet:
         self.start_server()
@@ -92,6 +102,7 @@ class Fleet:
             "--patience",
             "120",
         ]
+        words += ["--task", self._own] if self._own is not None else []
         words += ["--ca", str(self.run / "certificates" / "127.0.0.1" / "ca.pem")]
         self.devices[number] = self._started(words)
 

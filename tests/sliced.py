@@ -16,9 +16,9 @@ from manyhands.engine.exchange import Exchange
 from manyhands.engine.worker import Trainer
 from manyhands.strategies.common.grid.grid_group import LinkGroup
 from manyhands.strategies.common.grid.grid_layout import Grid
+from manyhands.strategies.tensor.exchange import TensorExchange
 from manyhands.strategies.tensor.slicing import Sliced, slice_modules
 from manyhands.strategies.tensor.slicing_plan import Slicing
-from manyhands.strategies.tensor.training import TensorExchange
 from manyhands.transport.link.simulated_network import SimulatedNetwork
 
 EXACT = 1e-12

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from manyhands.engine.loggers import CsvLogger, MlflowLogger, WandbLogger
     from manyhands.engine.options import EarlyStopping, Options, Slowdown
     from manyhands.engine.placement.placed import place
+    from manyhands.engine.profiler import TorchProfiler
     from manyhands.engine.run import History, Run
     from manyhands.errors import ManyhandsError, UserError
     from manyhands.interop.own_loop.join import join
@@ -77,6 +78,7 @@ __all__ = [
     "Slowdown",
     "Strategy",
     "Task",
+    "TorchProfiler",
     "UserError",
     "WandbLogger",
     "__version__",
@@ -99,6 +101,7 @@ _NAMES_IN = {
     "engine.loggers": ("CsvLogger", "MlflowLogger", "WandbLogger"),
     "engine.options": ("EarlyStopping", "Options", "Slowdown"),
     "engine.placement.placed": ("place",),
+    "engine.profiler": ("TorchProfiler",),
     "engine.run": ("History", "Run"),
     "errors": ("ManyhandsError", "UserError"),
     "interop.own_loop.join": ("join",),
@@ -111,7 +114,8 @@ _NAMES_IN = {
     "workloads.exporting": ("load",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_IN.items() for name in names}
-_MODULES = {"hooks": "interop.hooks", "tasks": "workloads.tasks"}  # as in `mh.tasks.build("digits")`
+_MODULES = {"hooks": "interop.hooks", "sklearn": "workloads.estimators", "tasks": "workloads.tasks"}
+"""As in `mh.tasks.build("digits")`."""
 
 
 def __getattr__(name: str) -> object:

@@ -11,6 +11,7 @@ from enum import Enum, unique
 
 __all__ = [
     "BY_CHANCE",
+    "CUT_ON_ONE_HOST",
     "ELASTIC",
     "ENDS",
     "IN_STEP",
@@ -118,6 +119,9 @@ ONE_DEVICE = "only single keeps layers off its device; sharded splits them over 
 
 ONE_HOST = "its workers share the memory of one host"  # why workers of a strategy cannot be on several hosts
 
+# Why a loop of one's own that cuts the model cannot have workers on several hosts
+CUT_ON_ONE_HOST = "workers of your own loop that cut a model must be on one host; mh.fit has them on several"
+
 ENDS = Promise(
     answer=Answer.NO, words="the run ends with an error that names it; resume from the last checkpoint"
 )
@@ -180,6 +184,8 @@ class Facts:
     continues_with_fewer: bool = False
     # Whether one worker's part can be left out of a step, as where its gradient is not finite
     can_skip_updates: bool = False
+    # Whether all workers can leave a step out together, as where a scaled gradient overflows
+    leaves_steps_out: bool = False
     # Whether rows of `Task.sparse` are read for each batch and stepped apart from the rest
     moves_rows: bool = False
     logs_updates: bool = False  # whether each update that was applied is in a log, for `audit` and `replay`
@@ -195,12 +201,14 @@ class Facts:
         "a bound on staleness would not help with a permanent straggler; ps consistency=async would"
     )
     cannot_clip: str = ""
+    cannot_log: str = ""  # the learning rate and the gradient's norm of each step
     cannot_compile: str = ""  # by torch.compile
     cannot_stream: str = ""  # train on samples that can only be iterated
     cannot_read_apart: str = ""  # have each worker read data of its own
     cannot_heed_evaluations: str = ""  # have an evaluation end a run or set its learning rate
     cannot_stop: str = ""  # have somebody outside end all workers after one step
     cannot_cross_hosts: str = ONE_HOST  # have workers on several hosts
+    cannot_loop_across_hosts: str = ""  # have workers of a loop of one's own on several hosts
     # What to do instead, where it is not for a loop of one's own; empty where it is
     instead_of_own_loop: str = ""
     # Choices of `Options.buffers` that it does not have, and why; a sentence each

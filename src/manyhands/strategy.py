@@ -241,6 +241,11 @@ class Strategy(ABC):
             )
         return self, world
 
+    def for_run(self, task: Any, steps: int, seed: int) -> Strategy:
+        """What it is in a run of so many steps of `task`, where a setting follows from that: usually itself."""
+        del task, steps, seed
+        return self
+
     def stages_of(self, costs: Sequence[float], workers: int) -> tuple[int, ...] | None:
         """The stage of each layer of a chain with these costs; None where models are not cut in layers."""
         del costs, workers

@@ -6,16 +6,18 @@ may be closures, and may live in a notebook or in a script's `__main__`.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, WeightedRandomSampler
 
 from manyhands.data.batches import BatchSource
 from manyhands.data.own import WorkerData, own_data
@@ -23,7 +25,7 @@ from manyhands.data.reading import Loading, sample_weights
 from manyhands.errors import UserError, named_arguments, nearest, require_parameters
 from manyhands.strategy import Strategy
 
-__all__ = ["Metric", "Passes", "RowsOf", "Task"]
+__all__ = ["Metric", "Passes", "RowsOf", "StatefulMetric", "Task"]
 
 _RESERVED_METRICS = ("loss", "evaluation_loss")
 _BUILDERS = (
@@ -32,9 +34,68 @@ _BUILDERS = (
     ("optimizer", Optimizer, "a function (parameters) -> torch.optim.Optimizer"),
     ("scheduler", LRScheduler, "a function (optimizer) -> LRScheduler, or None"),
 )
+_OPTIONAL_FUNCTIONS = (
+    ("collate", "(list of samples) -> batch"),
+    ("read_input", "(JSON value) -> tensor"),
+    ("write_answer", "(output of the model) -> JSON value"),
+)
 
 Metric: TypeAlias = Callable[[nn.Module, Any], Tensor | float]
+_STATEFUL = ("update", "compute", "reset")
 RowsOf: TypeAlias = Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class StatefulMetric:
+    """A metric of torchmetrics' shape: `update` takes what `of_batch` makes of each batch, then `compute` is called."""
+
+    name: str
+    metric: Any
+    of_batch: Callable[[nn.Module, Any], Any] | None = None  # None: of a batch (inputs, targets)
+
+    @classmethod
+    def of(cls, name: str, given: Any) -> StatefulMetric | None:
+        """Of an entry of `Task.metrics`, an object or (object, function); None: it is a function."""
+        metric, function = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+        if isinstance(metric, type) or not all(callable(getattr(metric, one, None)) for one in _STATEFUL):
+            return None
+        if function is not None and not callable(function):
+            raise UserError(
+                f"metrics[{name!r}]: {function!r} is not a function (model, batch) -> the arguments of update"
+            )
+        return cls(name, metric, function)
+
+    def arguments(self, model: nn.Module, batch: Any) -> list[Tensor]:
+        """The arguments of `update` for a batch, on the CPU."""
+        if self.of_batch is not None:
+            found = self.of_batch(model, batch)
+        elif isinstance(batch, list | tuple) and len(batch) == 2:
+            found = model(batch[0]), batch[1]
+        else:
+            raise UserError(
+                f"metrics[{self.name!r}]: a batch is not (inputs, targets); give a pair of the metric and a function "
+                "(model, batch) -> the arguments of update"
+            )
+        given = found if isinstance(found, list | tuple) else (found,)
+        return [torch.as_tensor(one).detach().cpu() for one in given]
+
+    def value(self, batches: Iterable[Sequence[Tensor]]) -> float:
+        """From the arguments of the updates, in order."""
+        metric = copy.deepcopy(self.metric)
+        metric.reset()
+        for arguments in batches:
+            metric.update(*arguments)
+        found = metric.compute()
+        if isinstance(found, Mapping) or torch.as_tensor(found).numel() != 1:
+            raise UserError(
+                f"metrics[{self.name!r}]: {type(metric).__name__}.compute() gives more than one number; give a metric "
+                "for each, or one that averages them"
+            )
+        return float(found)
+
+    def __call__(self, model: nn.Module, batch: Any) -> float:
+        """Of one batch alone."""
+        return self.value([self.arguments(model, batch)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,10 +141,15 @@ class Task:
     weights: Any | None = None
     """What each sample of `data` weighs: a number of at least 0 for each. `loss` then gives one loss per sample instead
     of their mean, and what is trained is their mean by weight over the global batch."""
+    sampler: WeightedRandomSampler | None = None
+    """Draw the samples of each epoch by weight: torch's `WeightedRandomSampler(weights, num_samples, replacement)`. Its
+    `num_samples` are an epoch; the draws follow from the run's seed, the same for every strategy and any workers."""
     evaluation: Any | None = None
     """Evaluation data, in the same forms as `data`."""
-    metrics: Mapping[str, Metric] = field(default_factory=dict)
-    """What to measure on `evaluation`, by name: (model, batch) -> mean over the batch."""
+    metrics: Mapping[str, Metric | Any] = field(default_factory=dict)
+    """What to measure on `evaluation`, by name: (model, batch) -> mean over the batch; or an object with `update`,
+    `compute` and `reset`, as those of torchmetrics, for batches (inputs, targets); or such an object and a function
+    (model, batch) -> the arguments of `update`."""
     collate: Callable[[list[Any]], Any] | None = None
     """Makes a batch from a list of samples, in place of torch's default_collate."""
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
@@ -103,6 +169,14 @@ class Task:
     """Loader processes that get each worker's next batches ready while it computes; by default none."""
     sparse: Mapping[str, RowsOf] = field(default_factory=dict)
     """Row-sparse tables: by the name of a parameter, (batch) -> the rows of it that the batch reads."""
+    read_input: Callable[[Any], Any] | None = None
+    """How `predict` and `serve` read one input: (JSON value) -> the tensor that the model takes for it, without the
+    dimension of the batch; a tuple of tensors, or a dict of named ones, for a model that takes several. None: an array
+    of numbers, nested as the tensor is."""
+    write_answer: Callable[[Any], Any] | None = None
+    """How they write one answer: (the model's output for one input) -> a JSON value. None: as nested arrays."""
+    example_input: Any = None
+    """One input as JSON, which `serve` shows and warms up with; None: the first sample of `data`."""
     name: str = "task"
     """What run directories and reports call it."""
     options: Mapping[str, Any] | None = None
@@ -119,6 +193,8 @@ class Task:
     @property
     def samples(self) -> int:
         """Of one epoch; 0 where nobody knows."""
+        if self.sampler is not None:
+            return self.sampler.num_samples
         return 0 if self.streams else len(BatchSource(self.data, self.collate))
 
     @property
@@ -161,10 +237,10 @@ class Task:
             if not callable(value) and not (value is None and name == "scheduler"):
                 raise UserError(f"{name} is {value!r}; it must be {allowed}")
         require_parameters("loss", self.loss, ("model", "batch"))
-        if self.collate is not None and not callable(self.collate):
-            raise UserError(
-                f"collate is {self.collate!r}; it must be a function (list of samples) -> batch, or None"
-            )
+        for name, allowed in _OPTIONAL_FUNCTIONS:
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise UserError(f"{name} is {value!r}; it must be a function {allowed}, or None")
         for name, count in (("batch_size", self.batch_size), ("microbatches", self.microbatches)):
             if not isinstance(count, int) or isinstance(count, bool) or count < 1:
                 raise UserError(f"{name} is {count!r}; it must be an integer of at least 1")
@@ -184,6 +260,7 @@ class Task:
             raise UserError(f"clip_norm={self.clip_norm!r} and clip_value={self.clip_value!r}: leave one out")
         if not isinstance(self.name, str) or not self.name:
             raise UserError(f"name is {self.name!r}; it must be a non-empty string")
+        self._check_sampler()
         # a source looks at types and lengths only: cheap, and better here than in every worker
         if not self.streams:
             samples = len(BatchSource(self.data, self.collate, field="data"))
@@ -203,6 +280,9 @@ class Task:
             BatchSource(self.evaluation, self.collate, field="evaluation")
         self._check_metrics()
         self._check_scheduler_metric()
+        self._check_sparse()
+
+    def _check_sparse(self) -> None:
         if not isinstance(self.sparse, Mapping):
             raise UserError(
                 f"sparse is {self.sparse!r}; it must be a dict of parameter name: function (batch) -> rows"
@@ -214,22 +294,54 @@ class Task:
                     "rows that the batch reads"
                 )
 
+    def _check_sampler(self) -> None:
+        sampler = self.sampler
+        if sampler is None:
+            return
+        if not isinstance(sampler, WeightedRandomSampler):
+            raise UserError(
+                f"sampler is a {type(sampler).__name__}; it must be torch's WeightedRandomSampler, or None: epochs are "
+                "shuffled by the run's seed, and a part of the data is data=torch.utils.data.Subset(…)"
+            )
+        if self.streams:
+            raise UserError(
+                f"sampler needs data with indices, but data is {self.stream_name}; give an indexable dataset, or "
+                "leave sampler out"
+            )
+        samples = len(BatchSource(self.data, self.collate, field="data"))
+        weights = sample_weights(sampler.weights, samples, "sampler.weights")
+        if not sampler.replacement and sampler.num_samples > (weights > 0).sum():
+            raise UserError(
+                f"sampler draws {sampler.num_samples} samples without replacement, but {(weights > 0).sum()} have a "
+                "weight above 0; use replacement=True, or a smaller num_samples"
+            )
+
     @property
     def clips(self) -> bool:
         """Whether gradients are clipped."""
         return self.clip_norm is not None or self.clip_value is not None
+
+    @property
+    def stateful_metrics(self) -> dict[str, StatefulMetric]:
+        """Those of `metrics` that keep a state over batches."""
+        found = ((name, StatefulMetric.of(name, one)) for name, one in self.metrics.items())
+        return {name: one for name, one in found if one is not None}
 
     def _check_metrics(self) -> None:
         if not isinstance(self.metrics, Mapping):
             raise UserError(
                 f"metrics is {self.metrics!r}; it must be a dict of name: function (model, batch) -> number"
             )
+        stateful = self.stateful_metrics
         for name, metric in self.metrics.items():
             if name in _RESERVED_METRICS:
                 raise UserError(f"metrics has the name {name!r}, which is reserved; choose another")
+            if isinstance(name, str) and name in stateful:
+                continue
             if not isinstance(name, str) or not callable(metric):
                 raise UserError(
-                    f"metrics[{name!r}] is {metric!r}; it must be a string: function (model, batch) -> number"
+                    f"metrics[{name!r}] is {metric!r}; it must be a string: function (model, batch) -> number, "
+                    "or an object with update, compute and reset"
                 )
             require_parameters(f"metrics[{name!r}]", metric, ("model", "batch"))
         if self.metrics and self.evaluation is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -12,75 +11,38 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from equality import Awkward, distance, same_bits
+from equality import distance, same_bits
 from manyhands.interop.own_loop.worker_group import WorkerGroup
-from own_loop import Nobody, mlp, on_workers, regression, shuffled, weights
+from own_loop import (
+    Loop,
+    Nobody,
+    mlp,
+    on_workers,
+    plain_loop,
+    regression,
+    require_equal,
+    rich_loop,
+    shuffled,
+    weights,
+)
 
 WORLDS = (2, 3, 8)  # with 8 workers the last batch of 6 samples leaves two of them without
 LONG = ("mirrored", 3)
 """With whom every loop goes on for all of its epochs; with others, for the samples twice."""
-STRATEGIES = ("mirrored", "central", "allreduce algorithm=ring", "allreduce algorithm=hierarchical group=2")
+STRATEGIES = (
+    *(
+        "mirrored",
+        "central",
+        "sharded",
+        "allreduce algorithm=ring",
+        "allreduce algorithm=hierarchical group=2",
+    ),
+)
 
 
 @pytest.fixture(autouse=True)
 def one_thread_each() -> None:
     torch.set_num_threads(1)
-
-
-Loop = Callable[[Any], dict[str, torch.Tensor]]
-
-
-def require_equal(
-    loop: Loop, world: int, strategy: str | None, reference: dict[str, torch.Tensor] | None = None
-) -> None:
-    reference = reference or loop(Nobody())
-    found = on_workers(world, loop, strategy=strategy)
-    assert distance(found[0], reference) < 1e-9
-    for rank, other in enumerate(found):
-        assert same_bits(found[0], other), f"worker {rank} ended with other bits than worker 0"
-
-
-def plain_loop(group: Any, epochs: int = 5) -> dict[str, torch.Tensor]:
-    """Tied weights, weights that no or few samples reach, weight decay, an uneven last batch."""
-    generator = torch.Generator().manual_seed(2)
-    tokens = torch.randint(0, 11, (45, 4), generator=generator)
-    targets = torch.randint(0, 11, (45,), generator=generator)
-    model = Awkward(torch.float64)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    model, optimizer, loader = group.prepare(model, optimizer, shuffled(TensorDataset(tokens, targets)))
-    assert len(loader) == 4
-    for _ in range(epochs):
-        for x, y in loader:
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert model.never.grad is None
-    return weights(model)
-
-
-def rich_loop(group: Any, epochs: int = 6) -> dict[str, torch.Tensor]:
-    """Accumulation over batches of different sizes, clipping, parameter groups, a schedule per step."""
-    model = mlp()
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": model[0].parameters(), "lr": 0.02},
-            {"params": model[2].parameters(), "weight_decay": 0.3},
-        ],
-        lr=0.01,
-    )
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.05, 0.02], total_steps=12)
-    model, optimizer, loader, scheduler = group.prepare(model, optimizer, shuffled(regression()), scheduler)
-    for _ in range(epochs):
-        for number, (x, y) in enumerate(loader):
-            whole = number % 2 == 1
-            with nullcontext() if whole else group.no_sync():
-                (nn.functional.mse_loss(model(x), y) / 2).backward()
-            if whole:
-                assert group.clip_grad_norm_(0.1) > 0.1
-                optimizer.step()
-                optimizer.zero_grad()
-                scheduler.step()
-    return weights(model)
 
 
 def two_backwards_loop(group: Any, epochs: int = 4) -> dict[str, torch.Tensor]:

@@ -21,7 +21,7 @@ from equality import OPTIMIZERS, distance, make_task, replica
 from manyhands.engine.exchange import SingleExchange
 from manyhands.errors import Desync
 from manyhands.strategies.common.grid.grid_layout import Grid
-from manyhands.strategies.tensor.training import TensorExchange
+from manyhands.strategies.tensor.exchange import TensorExchange
 from manyhands.workloads.tasks.digits import ImageClassifier, accuracy, classification_loss
 from manyhands.workloads.tasks.language import Transformer, next_byte_loss
 from manyhands.workloads.tasks.recurrent import RecurrentNetwork

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sklearn.datasets import load_iris
 
 import warm
 from commands import run_command
@@ -34,6 +35,61 @@ def saved_table(folder: Path, rows: int = 900) -> Path:
     values[drawn.random(values.shape) < 0.05] = np.nan
     np.save(folder / "t.npy", np.column_stack([label, values]))
     return folder / "t.npy"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "parallel", "counts"),
+    [("allreduce", "data", (2, 3, 4)), ("allreduce", "voting", (3,)), ("mirrored", "data", (2,))],
+)
+def test_worker_processes_grow_the_trees_of_several_classes(
+    strategy: str, parallel: str, counts: tuple[int, ...], tmp_path: Path
+) -> None:
+    values = np.load(saved_table(tmp_path))
+    labels = values[:, 0] + 3 * (np.nan_to_num(values[:, 3]) > 0.3)
+    table = TableChoice(train=ArraySource(values[:, 1:], labels), valid_fraction=0.2)
+    options = GbdtOptions(objective="multiclass", trees=3, num_leaves=5, parallel=parallel)
+    alone = train_gbdt(table, options)
+    assert alone.model.labels == (0, 1, 3, 4)
+    assert len(alone.model.trees) == 3 * 4
+    for workers in counts:
+        found = train_gbdt(table, options, strategy=strategy, workers=workers)
+        assert render_model(found.model) == render_model(alone.model)
+        assert found.valid_losses == alone.valid_losses
+
+
+def test_three_labels_are_classes_with_a_note_figures_and_probabilities(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    values, labels = load_iris(return_X_y=True)
+    np.save("iris.npy", np.column_stack([labels + 1, values]))
+    words = ["train", "gbdt", "--train", "iris.npy", "--test", "iris.npy", "--trees", "20", "--out", "m"]
+    assert run_command(monkeypatch, *words, "--valid-fraction", "0.2") == 0
+    printed = capfd.readouterr()
+    assert caplog.messages == ["objective=multiclass: the label has 3 values; give --objective to choose"]
+    summary = json.loads(Path("m/summary.json").read_text())
+    assert summary["notes"] == caplog.messages
+    caplog.clear()
+    assert (summary["objective"], summary["trees"], summary["labels"]) == ("multiclass", 20, [1, 2, 3])
+    said = " ".join(printed.out.split())
+    assert "gbdt · multiclass · single" in said
+    assert "3 × 20 trees in" in said
+    assert f"test accuracy {summary['accuracy']:.4f} log_loss {summary['log_loss']:.4f} of 150 rows" in said
+    report = Path("m/report.html").read_text()
+    assert "By label" in report
+    assert "predicted 3" in report
+    assert run_command(monkeypatch, "predict", "m", "iris.npy") == 0
+    found = np.array([line.split("\t") for line in capfd.readouterr().out.splitlines()], float)
+    np.testing.assert_allclose(found.sum(axis=1), 1)
+    assert np.mean(found.argmax(axis=1) == labels) == pytest.approx(summary["accuracy"])
+    assert run_command(monkeypatch, *words[:-2], "--objective", "regression", "--out", "number") == 0
+    assert not caplog.messages, "nothing was guessed"
+    np.save("new.npy", [[1, 5, 3, 1, 0.2], [4, 5, 3, 1, 0.2]])
+    assert run_command(monkeypatch, *words[:4], "--test", "new.npy", "--out", "other") == 2
+    assert "new.npy: row 2 has label 4, which is new; labels are 1, 2, 3" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("parallel", ["data", "voting"])

@@ -124,10 +124,16 @@ def test_fine_tuned_models_are_measured_alike_by_two_workers_and_after_a_resume(
         whole.summary[name]["evaluation_loss"]["mean"] for name in ("fairness", "fairness_common")
     )
     assert tuned != pytest.approx(common, rel=1e-3)
+    final, own = whole.summary["final"], whole.summary["parties"]["measures"]
+    for name in ("evaluation_loss", "near"):
+        mean = np.mean([value for value in own[name] if value is not None])
+        assert final[f"personal_{name}"] == pytest.approx(mean, rel=1e-12)
+        assert name in final, "the common model's, on the evaluation data"
     plain = mh.fit(measured_task(), words.replace("personal=finetune:2 ", ""), rounds=6)
     np.testing.assert_array_equal(weight_of(plain), weight_of(whole))
     assert plain.summary["parties"]["measures"] == whole.summary["parties"]["measures_common"]
     assert "measures_common" not in plain.summary["parties"]
+    assert not any(name.startswith("personal") for name in plain.summary["final"])
 
 
 def test_every_evaluation_tells_how_the_parties_fare(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -142,7 +143,68 @@ def test_with_secure_sums_every_client_is_counted_by_its_rounds() -> None:
     assert any("against the server and everybody else" in note for note in run.summary["notes"])
 
 
+@pytest.mark.parametrize(
+    ("text", "rounds", "asked", "delta"),
+    [
+        ("clients=20", 8, 8.0, 1e-5),
+        ("clients=20 fraction=0.25 clip=0.5 delta=1e-3", 30, 2.0, 1e-3),
+        ("clients=9 fraction=0.4 clip=0.5 noise_by=clients secure=yes delta=1e-4", 12, 20.0, 1e-4),
+    ],
+)
+def test_epsilon_alone_computes_the_noise_and_all_rounds_stay_within_it(
+    text: str, rounds: int, asked: float, delta: float
+) -> None:
+    """Asked and spent by dp-accounting's own count of the rounds that the client with most of them was in."""
+    from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+    from dp_accounting.rdp import RdpAccountant
+
+    run = mh.fit(task(), f"federated {text} batch=all epsilon={asked:g}", rounds=rounds)
+    privacy = run.summary["privacy"]
+    assert (run.summary["steps"], run.summary["stopped_early"]) == (rounds, False)
+    assert (privacy["budget"], privacy["delta"]) == (asked, delta)
+    event = GaussianDpEvent(privacy["noise"])
+    if "secure" not in text and "fraction" in text:
+        event = PoissonSampledDpEvent(0.25, event)
+    accountant = RdpAccountant()
+    accountant.compose(event, privacy["rounds"])
+    assert privacy["epsilon"] == pytest.approx(accountant.get_epsilon(delta), rel=1e-9)
+    assert 0.99 * asked < privacy["epsilon"] <= asked
+    [said] = [note for note in run.summary["notes"] if note.startswith(f"epsilon={asked:g} with noise=")]
+    assert f"with noise={privacy['noise']:g} will be {privacy['epsilon']:.4g} after" in said
+    [spent] = [note for note in run.summary["notes"] if note.startswith("privacy of each client")]
+    assert f"with noise={privacy['noise']:g}" in spent
+    assert spent.endswith(f"of a budget of {asked:g}")
+    again = mh.Strategy.parse(run.summary["strategy"])
+    assert str(again) == run.summary["strategy"], "what was computed can be asked for"
+    assert f"noise={privacy['noise']:g}" in str(again)
+
+
+def test_epsilon_alone_goes_on_with_the_same_noise(tmp_path: Path) -> None:
+    strategy, out = "federated clients=20 fraction=0.25 batch=all randomness=seed epsilon=3", tmp_path / "run"
+    whole = mh.fit(task(), strategy, rounds=6)
+
+    class Stop(mh.Callback):
+        def on_step(self, row: object) -> bool:
+            return True
+
+    first = mh.fit(task(), strategy, rounds=6, out=out, options=mh.Options(callbacks=[Stop()]))
+    assert first.summary["steps"] < 6
+    resumed = mh.fit(task(), strategy, rounds=6, out=out, resume=True)
+    assert resumed.summary["privacy"] == whole.summary["privacy"]
+    assert_same(resumed.model, whole.model)
+
+
+def test_epsilon_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    with pytest.raises(UserError, match=r"epsilon needs the dp-accounting package.*manyhands\[privacy\]"):
+        mh.fit(task(), "federated clients=20 epsilon=8", rounds=2)
+
+
 def test_what_cannot_be_promised_is_refused() -> None:
+    with pytest.raises(UserError, match=r"federated epsilon=1e-06: no noise up to 1e\+06 keeps 2 rounds"):
+        mh.fit(task(), "federated clients=20 epsilon=1e-6 delta=1e-30", rounds=2)
+    with pytest.raises(UserError, match=r"algorithm=scaffold uses more of a client"):
+        mh.fit(task(), "federated clients=20 algorithm=scaffold epsilon=8", rounds=2)
     with pytest.raises(UserError, match=r"epsilon=0\.01: one round with noise=0\.8 costs"):
         mh.fit(task(), f"{PRIVATE} epsilon=0.01", rounds=2)
     normed = task(model=lambda: nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).double())

@@ -12,6 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sklearn.datasets import dump_svmlight_file
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import accuracy_score, log_loss
 
 import warm
 from commands import run_command
@@ -22,7 +25,7 @@ from manyhands.engine.options import Options
 from manyhands.engine.run import Run
 from manyhands.engine.training import Keeping
 from manyhands.workloads.logreg.examples import Examples, Spool, SpooledRows, parse_examples
-from manyhands.workloads.logreg.model import LogregModel
+from manyhands.workloads.logreg.model import LogregModel, LogregPredictor
 from manyhands.workloads.logreg.options import LogregOptions
 from manyhands.workloads.logreg.task import logreg_task, table_of
 from manyhands.workloads.logreg.training import train_logreg
@@ -97,13 +100,81 @@ def test_train_and_predict(
     assert f"{summary['steps']} of {summary['steps']}" in page
 
 
+def three_labels(folder: Path, rows: int = 600) -> Path:
+    """Labels 3, 5 and 9, by which of three features is largest."""
+    values = np.random.default_rng(4).normal(size=(rows, 4)).round(3)
+    labels = np.array([3, 5, 9])[values[:, :3].argmax(axis=1)]
+    lines = [
+        f"{label} " + " ".join(f"{at}:{x}" for at, x in enumerate(row, 1))
+        for label, row in zip(labels, values, strict=True)
+    ]
+    (folder / "three").write_text("\n".join(lines) + "\n")
+    return folder / "three"
+
+
+def test_several_labels_are_learned_tested_predicted_and_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    three_labels(tmp_path)
+    words = ["--train", "three", "--test", "three", "--passes", "20", "--out", "m"]
+    assert run_command(monkeypatch, "train", "logreg", *words) == 0
+    printed = " ".join(capfd.readouterr().out.split())
+    summary = json.loads(Path("m/summary.json").read_text())
+    assert "600 examples · 3 labels · 4 of 5 features" in printed
+    assert f"test accuracy {summary['accuracy']:.4f} log loss {summary['log_loss']:.4f} of 600" in printed
+    assert summary["accuracy"] > 0.95
+    assert summary["labels"] == [3, 5, 9]
+    assert "By label" in Path("m/report.html").read_text()
+    assert run_command(monkeypatch, "predict", "m", "three") == 0
+    found = np.array([line.split("\t") for line in capfd.readouterr().out.splitlines()], float)
+    model = LogregModel.load(Path("m"))
+    (rows,) = model.file("three").blocks()
+    np.testing.assert_allclose(found, model.probabilities(rows), rtol=1e-5)
+    (answer,) = LogregPredictor(model).answers(LogregPredictor(model).inputs(["0 1:-1 2:2 3:-1"]))
+    assert answer["label"] == 5
+    assert list(answer["probabilities"]) == ["3", "5", "9"]
+    assert run_command(monkeypatch, "export", "m", "--precision", "int8", "--test", "three") == 0
+    Path("new").write_text("3 1:1\n4 2:1\n")
+    assert run_command(monkeypatch, "train", "logreg", "--train", "three", "--test", "new") == 2
+    assert "new: row 2 has label 4, which is new; labels are 3, 5, 9" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("strategy", "learner"), [("ps servers=2", "ftrl"), ("mirrored", "sgd")])
+def test_several_labels_in_batches_on_two_workers_are_those_of_one(
+    tmp_path: Path, strategy: str, learner: str
+) -> None:
+    path = three_labels(tmp_path)
+    options = LogregOptions(learner=learner, batch=64, passes=2, l2=1e-3, seed=3)
+    alone = in_batches(path, options)
+    together = train_logreg(path, options, strategy=strategy, workers=2)
+    np.testing.assert_allclose(together.model.table, table_of(alone.model.state_dict(), 3), atol=2e-5)
+    assert together.model.evaluate(together.model.file(path)).accuracy > 0.8
+
+
+def test_batches_of_several_labels_are_learned_as_well_as_by_scikit_learn(tmp_path: Path) -> None:
+    drawn = np.random.default_rng(2)
+    values = drawn.normal(size=(16_000, 8)).astype(np.float32)
+    labels = (values @ drawn.normal(size=(8, 4)) + drawn.gumbel(size=(16_000, 4))).argmax(axis=1)
+    parts = {"train": slice(0, 12_000), "test": slice(12_000, None)}
+    for name, part in parts.items():
+        dump_svmlight_file(values[part], labels[part], str(tmp_path / name), zero_based=False)
+    peer = LogisticRegression().fit(values[parts["train"]], labels[parts["train"]])
+    chances, own = peer.predict_proba(values[parts["test"]]), labels[parts["test"]]
+    options = LogregOptions(learner="sgd", passes=4, batch=64)
+    model = train_logreg(tmp_path / "train", options, strategy="mirrored", workers=2).model
+    found = model.evaluate(model.file(tmp_path / "test"))
+    assert found.log_loss == pytest.approx(log_loss(own, chances), abs=0.005)
+    assert found.accuracy == pytest.approx(accuracy_score(own, chances.argmax(axis=1)), abs=0.005)
+
+
 def test_bad_files_end_with_2_and_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     small_file(tmp_path, 20)
     Path("bad").write_text("1 1:1\n-1 2:1 x:3\n-1 2:1\n1 3:1 3:1\n")
-    Path("three").write_text("1 1:1\n-1 2:1\n7 2:1\n")
+    Path("half").write_text("1 1:1\n-1 2:1\n0.5 2:1\n")
 
     def complaint(*arguments: str) -> str:
         assert run_command(monkeypatch, *arguments) == 2
@@ -114,7 +185,7 @@ def test_bad_files_end_with_2_and_one_line(
     assert "bad, line 2, column 8: 'x:3' is not an index:value pair" in complaint(
         "train", "logreg", "--train", "bad"
     )
-    assert "three has labels -1, 1, 7" in complaint("train", "logreg", "--train", "three")
+    assert "half has label 0.5; classes are integers" in complaint("train", "logreg", "--train", "half")
     assert "absent cannot be read" in complaint("train", "logreg", "--train", "absent")
     assert "no such file" in complaint("train", "logreg", "--train", "small", "--test", "absent")
     assert "bits=99 must be" in complaint("train", "logreg", "--train", "small", "--bits", "99")
@@ -179,12 +250,13 @@ def test_batches_on_two_workers_are_those_of_one(tmp_path: Path, strategy: str, 
     assert together.progressive_loss == pytest.approx(losses, rel=1e-5)
 
 
+@pytest.mark.parametrize("labels", [2, 3])
 @pytest.mark.parametrize("learner", ["adagrad", "ftrl"])
-def test_batches_of_one_follow_the_rule_of_one_example(tmp_path: Path, learner: str) -> None:
+def test_batches_of_one_follow_the_rule_of_one_example(tmp_path: Path, learner: str, labels: int) -> None:
     """Torch's optimizers on one example at a time are what the compiled rules do, in the order that `fit` draws."""
-    path = small_file(tmp_path, 150)
+    path = (three_labels if labels == 3 else small_file)(tmp_path, 150)
     options = LogregOptions(learner=learner, batch=1, passes=1, l2=1e-3)
-    batches = table_of(in_batches(path, options).model.state_dict())
+    batches = table_of(in_batches(path, options).model.state_dict(), 3 if labels == 3 else 1)
     lines = path.read_text().splitlines()
     (tmp_path / "drawn").write_text("\n".join(lines[i] for i in permutation(150, 0, 0)) + "\n")
     np.testing.assert_allclose(train_logreg(tmp_path / "drawn", options).model.table, batches, atol=1e-5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
+import warm
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -87,3 +89,44 @@ def test_a_worker_holds_its_share_of_everything_and_two_layers(workers: int, tmp
     for peak in peaks:
         print(peak / UNIT, least / UNIT, most / UNIT, everything / UNIT)
         assert 0.98 * least < peak < 1.02 * most, (peak, least, most)
+
+
+LOOP = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+import manyhands as mh
+from test_sharded_memory import LAYERS, WIDTH, Block, Probe
+
+model = torch.nn.Sequential(*(Block() for _ in range(LAYERS)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+with mh.join() as group:
+    model, optimizer = group.prepare(model, optimizer)
+    for step in range(4):
+        if step == 1:  # in the first step the optimizer has no state
+            Probe.peak = 0
+        model(torch.randn(2, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    group.print(Probe.peak)
+"""
+
+
+def test_a_worker_of_an_own_loop_holds_its_share_of_everything_and_two_layers(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LOOP)
+    command = [sys.executable, "-m", "manyhands", "launch", script, "--workers", "2", "--strategy", "sharded"]
+    done = warm.run(
+        [*command, str(Path(__file__).parent)],
+        trains=True,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    share, words = (
+        LAYERS * UNIT * 4 / 2,
+        2 * (512 + 32 * 1024) * 8,
+    )  # what workers say to each other goes through these
+    assert share < int(done.stdout) - words < 1.02 * (share + 5 * UNIT)

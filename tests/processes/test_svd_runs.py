@@ -14,8 +14,8 @@ import pytest
 
 import manyhands as mh
 import warm
-from manyhands.data.matrix_files import open_matrix
 from manyhands.data.stored_matrix import MatrixStore
+from manyhands.data.table_files import open_matrix
 from manyhands.errors import UserError
 from manyhands.observe.record.recorded import read_run_events
 from manyhands.workloads.svd.model import SvdModel

@@ -17,9 +17,7 @@ from typer.testing import CliRunner
 import manyhands as mh
 from equality import OPTIMIZERS, distance, train_plainly
 from manyhands.cli.main import app
-from manyhands.engine.worker_processes import exchanging
 from manyhands.errors import UserError
-from manyhands.strategy import Strategy
 from manyhands.workloads.tasks.language import Transformer, bits_per_byte, next_byte_loss
 
 pytestmark = pytest.mark.timeout(240)
@@ -135,11 +133,6 @@ def test_more_slices_than_heads_are_refused() -> None:
         UserError, match=r"'blocks\.0\.project' is heads=3 fused=3, which is too small for 4 slices"
     ):
         mh.fit(language(), "tensor slices=4", workers=4, steps=2)
-
-
-def test_own_loops_have_whole_models() -> None:
-    with pytest.raises(UserError, match="strategy=tensor is not for a loop of your own"):
-        exchanging(Strategy.parse("tensor"))
 
 
 def test_a_loss_that_is_not_finite_names_its_worker() -> None:

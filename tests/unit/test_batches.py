@@ -21,7 +21,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from manyhands.data.batches import BatchPlan, BatchSource
+from manyhands.data.batches import BatchPlan, BatchSource, weighted_draw
 from manyhands.errors import UserError
 
 N = 23
@@ -259,3 +259,41 @@ def test_data_that_can_not_be_used_is_refused(data: Any, message: str) -> None:
 def test_messages_name_the_field() -> None:
     with pytest.raises(UserError, match="evaluation is empty"):
         BatchSource([], field="evaluation")
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_draws_by_weight_have_the_distribution_of_torchs_sampler(replacement: bool) -> None:
+    """By chi-square, each against the expected counts and both against each other, at one in a million."""
+    from scipy import stats
+    from torch.utils.data import WeightedRandomSampler
+
+    weights = np.array([0.0, 1.0, 2.0, 3.0, 4.0, 0.5, 1.5])
+    count, epochs = (50, 400) if replacement else (3, 6000)
+    ours = np.concatenate(
+        [weighted_draw(weights, count, 7, epoch, replacement=replacement) for epoch in range(epochs)]
+    )
+    torch.manual_seed(0)
+    theirs = np.concatenate(
+        [list(WeightedRandomSampler(weights.tolist(), count, replacement)) for _ in range(epochs)]
+    )
+    mine, other = (np.bincount(drawn, minlength=len(weights)) for drawn in (ours, theirs))
+    assert mine[0] == other[0] == 0
+    assert stats.chi2_contingency([mine[1:], other[1:]]).pvalue > 1e-6
+    if replacement:
+        shares = weights[1:] / weights.sum()
+        assert stats.chisquare(mine[1:], shares * len(ours)).pvalue > 1e-6
+    else:
+        assert all(len(set(ours[begin : begin + 3])) == 3 for begin in range(0, len(ours), 3))
+        first = np.bincount(ours[::3], minlength=len(weights))
+        assert stats.chisquare(first[1:], weights[1:] / weights.sum() * epochs).pvalue > 1e-6
+
+
+def test_draws_by_weight_follow_from_seed_and_epoch() -> None:
+    weights = np.array([1.0, 1e-300, 3.0])
+    one, same, other, later = (
+        weighted_draw(weights, 20, seed, epoch, replacement=True)
+        for seed, epoch in ((0, 0), (0, 0), (1, 0), (0, 1))
+    )
+    assert one.tolist() == same.tolist()
+    assert one.tolist() not in (other.tolist(), later.tolist())
+    assert set(one) <= {0, 2}

@@ -42,6 +42,8 @@ def table(rows: int = 800) -> tuple[np.ndarray, np.ndarray]:
 def model(objective: str = "regression", **options: Any) -> GbdtModel:
     values, target = table()
     labels = target if objective == "regression" else (target > target.mean()).astype(float)
+    if objective == "multiclass":
+        labels = np.digitize(target, [0.5, 1.5]).astype(float) * 3 - 3
     choice = TableChoice(train=ArraySource(values, labels), categorical=("4",))
     settings = {"trees": 12, "min_data_per_group": 10, "cat_smooth": 1.0} | options
     return train_gbdt(choice, GbdtOptions(objective=objective, **settings)).model
@@ -61,7 +63,7 @@ def predicted(found: GbdtModel, rows: np.ndarray) -> np.ndarray:
     return found.predict(RowBlock(labels=None, dense=rows))
 
 
-@pytest.mark.parametrize("objective", ["regression", "binary"])
+@pytest.mark.parametrize("objective", ["regression", "binary", "multiclass"])
 def test_what_is_written_is_read_back_to_the_bit(objective: str, tmp_path: Path) -> None:
     made = model(objective)
     assert any(len(tree.categories) for tree in made.trees), "there are categorical splits"
@@ -71,7 +73,16 @@ def test_what_is_written_is_read_back_to_the_bit(objective: str, tmp_path: Path)
     assert np.array_equal(predicted(read, odd_rows()), predicted(made, odd_rows()))
     predictor = open_predictor(tmp_path / MODEL_TEXT)
     asked = [[None if math.isnan(value) else value for value in row] for row in odd_rows().tolist()]
-    assert predictor.answers(predictor.inputs(asked)) == predicted(made, odd_rows()).tolist()
+    answers, expected = predictor.answers(predictor.inputs(asked)), predicted(made, odd_rows()).tolist()
+    if objective == "multiclass":
+        assert list(read.labels) == [-3, 0, 3]
+        assert answers[0]["label"] == read.labels[int(np.argmax(expected[0]))]
+        assert list(answers[0]["probabilities"]) == ["-3", "0", "3"]
+        assert next(predictor.lines(predictor.inputs(asked))).split("\t") == [
+            f"{x:.17g}" for x in expected[0]
+        ]
+        answers = [list(answer["probabilities"].values()) for answer in answers]
+    assert answers == expected
     with pytest.raises(
         UserError, match="input 1 has 4 numbers; it must be an array of numbers, one for each column"
     ):
@@ -79,7 +90,7 @@ def test_what_is_written_is_read_back_to_the_bit(objective: str, tmp_path: Path)
     assert read.names == tuple(f"Column_{at}" for at in range(5))
 
 
-@pytest.mark.parametrize("objective", ["regression", "binary"])
+@pytest.mark.parametrize("objective", ["regression", "binary", "multiclass"])
 def test_lightgbm_reads_it_and_predicts_the_same(objective: str, tmp_path: Path) -> None:
     lightgbm = pytest.importorskip("lightgbm")
     made, rows = model(objective), odd_rows()
@@ -88,7 +99,7 @@ def test_lightgbm_reads_it_and_predicts_the_same(objective: str, tmp_path: Path)
     assert np.allclose(booster.predict(rows), predicted(made, rows), rtol=1e-14, atol=1e-14)
     assert booster.feature_importance("split").tolist() == made.importance("split").tolist()
     assert np.allclose(booster.feature_importance("gain"), made.importance("gain"))
-    assert booster.num_trees() == 12
+    assert booster.num_trees() == 12 * made.classes
 
 
 @pytest.mark.parametrize(
@@ -100,14 +111,17 @@ def test_lightgbm_reads_it_and_predicts_the_same(objective: str, tmp_path: Path)
         {"objective": "poisson"},
         {"objective": "regression_l1", "num_leaves": 4},
         {"objective": "binary", "sigmoid": 2.0},
+        {"objective": "multiclass", "num_class": 3},
     ],
 )
 def test_models_of_lightgbm_are_read_and_predict_the_same(parameters: dict[str, Any], tmp_path: Path) -> None:
     lightgbm = pytest.importorskip("lightgbm")
     values, target = table()
-    labels = {"binary": (target > 1).astype(float), "poisson": np.exp(target / 3)}.get(
-        parameters["objective"], target
-    )
+    labels = {
+        "binary": (target > 1).astype(float),
+        "poisson": np.exp(target / 3),
+        "multiclass": np.digitize(target, [0.5, 1.5]),
+    }.get(parameters["objective"], target)
     settings = {"verbose": -1, "num_threads": 1, "min_data_per_group": 10, **parameters}
     dataset = lightgbm.Dataset(values, labels, categorical_feature=[4], params={"verbose": -1})
     booster = lightgbm.train(settings, dataset, 10)
@@ -165,7 +179,23 @@ DAMAGED = {
     "nothing": (lambda _: "", "does not begin with the word tree"),
     "another file": (lambda _: "hello\n", "does not begin with the word tree"),
     "cut short": (lambda one: one[: one.index("end of trees")], "it was cut short"),
-    "many classes": (lambda one: one.replace("num_class=1", "num_class=3"), "only one class is supported"),
+    "many classes": (
+        lambda one: one.replace("num_class=1", "num_class=3"),
+        "num_class is '3', which its objective 'regression' does not have",
+    ),
+    "classes without trees": (
+        lambda one: _of_classes(one, 3),
+        "it has 2 trees, which 3 classes cannot share",
+    ),
+    "a million classes": (lambda one: _of_classes(one, 10**6), "it must be from 2 to 1000"),
+    "one class": (lambda one: _of_classes(one, 1), "it must be from 2 to 1000"),
+    "labels of nothing": (lambda one: _labelled(one, '["a", "b"]'), "names 2 labels, but its objective is"),
+    "too few labels": (lambda one: _labelled(_of_classes(one, 2), '["a"]'), "its labels are"),
+    "labels twice": (lambda one: _labelled(_of_classes(one, 2), "[1, 1]"), "its labels are"),
+    "a list of labels": (lambda one: _labelled(_of_classes(one, 2), "[[1], 2]"), "its labels are"),
+    "a huge label": (lambda one: _labelled(_of_classes(one, 2), f"[1, 1{'0' * 400}]"), "its labels are"),
+    "no number": (lambda one: _labelled(_of_classes(one, 2), "[1, NaN]"), "its labels are"),
+    "deep labels": (lambda one: _labelled(_of_classes(one, 2), "[" * 100_000), "its labels are"),
     "ranking": (lambda one: one.replace("objective=regression", "objective=lambdarank"), "its objective is"),
     "names": (lambda one: one.replace("max_feature_idx=4", "max_feature_idx=9"), "max_feature_idx is '9'"),
     "label": (lambda one: one.replace("label_index=0", "label_index=6"), "label_index is '6'"),
@@ -199,6 +229,15 @@ DAMAGED = {
     "underlines": (lambda one: _changed(one, "threshold", "1_0"), "must hold numbers only"),
     "other digits": (lambda one: _changed(one, "threshold", "\u0663"), "must hold numbers only"),
 }
+
+
+def _of_classes(one: str, count: int) -> str:
+    one = one.replace("num_class=1", f"num_class={count}").replace("iteration=1", f"iteration={count}")
+    return one.replace("objective=regression", f"objective=multiclass num_class:{count}")
+
+
+def _labelled(one: str, labels: str) -> str:
+    return one.replace("pandas_categorical", f"class_labels:{labels}\npandas_categorical")
 
 
 def _changed(one: str, name: str, value: str) -> str:

@@ -123,6 +123,28 @@ def test_a_large_table_is_sampled_and_binned_in_blocks(monkeypatch: pytest.Monke
     assert sampled.rows == 2_000
 
 
+def test_bins_beyond_the_memory_go_to_files_and_too_little_memory_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from manyhands.workloads.gbdt import training
+
+    values, labels = drawn_table(2_000)
+    made: list[str] = []
+    folder = training.tempfile.TemporaryDirectory
+    monkeypatch.setattr(
+        training.tempfile, "TemporaryDirectory", lambda prefix: made.append(prefix) or folder(prefix=prefix)
+    )
+    whole = trained(choice(values, labels), trees=3)
+    assert not made
+    in_files = trained(choice(values, labels), trees=3, memory_bytes=2_000 * 112 + 100)
+    assert made
+    assert render_model(in_files.model) == render_model(whole.model)
+    with pytest.raises(
+        UserError, match=r"memory=1\.0 KiB: 2,000 rows need 218\.8 KiB besides their bins; give more"
+    ):
+        trained(choice(values, labels), memory_bytes=1024)
+
+
 def test_more_rows_than_can_be_numbered_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from manyhands.workloads.gbdt import bin_table
 
@@ -167,7 +189,7 @@ BAD = {
         {"objective": "binary"},
         "labels 0, 1, 2",
     ),
-    "one label": (lambda v, y: (v, np.ones_like(y)), {"objective": "binary"}, "has labels 1;"),
+    "one label": (lambda v, y: (v, np.ones_like(y)), {"objective": "binary"}, "all rows have label 1; a"),
     "lengths that differ": (lambda v, y: (v, y[:-1]), {}, "has 700 rows, but its labels have shape"),
     "no table": (lambda v, y: (v[:, 0], y), {}, r"has shape \(700,\)"),
     "text": (lambda v, y: (v.astype(str), y), {}, "a table must hold numbers"),
@@ -214,7 +236,7 @@ def test_parquet_files_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         ("t", [one, one], ["a", "b"]),
         ("twice", [one, one, one], ["label", "a", "a"]),
         ("label", [one], ["label"]),
-        ("words", [one, arrow.array(["x", "y", "z"])], ["label", "a"]),
+        ("times", [one, one.astype("datetime64[s]")], ["label", "a"]),
     ):
         parquet.write_table(arrow.table(columns, names=names), tmp_path / f"{name}.parquet")
     for name, label, message in (
@@ -222,7 +244,12 @@ def test_parquet_files_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         ("text", None, "is not a Parquet file that can be read"),
         ("twice", None, "has two columns of the same name"),
         ("label", None, "has 3 rows and 0 columns"),
-        ("words", None, "column 'a' is string, not a number"),
+        ("times", None, "column 'a' is timestamp.* neither numbers nor text"),
+        (
+            "t",
+            None,
+            "has no column called label, target or y; name the column of labels with --target: 'a', 'b'",
+        ),
         ("t", "c", "has no column 'c'"),
         ("t", "2", "has no column '2'"),
         ("t", "--1", "has no column '--1'"),

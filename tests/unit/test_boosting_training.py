@@ -83,19 +83,22 @@ def assert_same(memories: Sequence[TreeMemory], reference: TreeMemory) -> None:
             assert np.array_equal(one.numpy(), expected[name]), name
 
 
-@pytest.mark.parametrize("objective", ["binary", "regression"])
-@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("objective", ["binary", "regression", "multiclass"])
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_any_number_of_workers_grows_the_same_trees(objective: str, world: int) -> None:
     values, labels = drawn_table()
     if objective == "regression":
         labels = labels * 1e3 + np.nan_to_num(values[:, 0])
+    if objective == "multiclass":
+        labels = labels + (np.nan_to_num(values[:, 1]) > 0.5)
     weights = np.random.default_rng(0).random(len(labels))
     source = ArraySource(values, labels, weights=weights)
     table = TableChoice(train=source, categorical=("4",), valid_fraction=0.2)
     options = GbdtOptions(objective=objective, trees=6, num_leaves=9, min_data_per_group=5)
     with gbdt_task(table, options, shared=False) as task:
         (alone,) = by_threads(task, 1, 6)
-        assert (alone.get_buffer("num_leaves").numpy() == 9).all()
+        assert alone.get_buffer("num_leaves").tolist() == [9] * 6 * task.classes
+        assert task.classes == (3 if objective == "multiclass" else 1)
         assert np.isfinite(alone.get_buffer("valid_loss").numpy()).all()
         assert (alone.get_buffer("flags").numpy() & 1).any(), "a categorical split is among them"
         assert (alone.get_buffer("flags").numpy() & 2).any(), "and one that sends missing values to the left"
@@ -142,11 +145,11 @@ def test_trees_predict_what_training_had_as_scores() -> None:
         step = task.step(memory, None)  # type: ignore[arg-type]
         step.fill()
         losses = [step.take(task.portion(number)) for number in range(8)]
-        bias = float(task.train.opened()[3][0])
+        bias = float(task.train.opened()[3][0, 0])
         assert isinstance(step, GbdtStep)
-        model = GbdtModel.of(dict(memory.named_buffers()), 8, task.bins, task.gbdt, bias, None)
+        model = GbdtModel.of(dict(memory.named_buffers()), 8, task.bins, task.gbdt, [bias], None)
         scores = model.scores(RowBlock(labels=None, dense=values))
-        assert np.allclose(scores, step._train.scores, rtol=0, atol=1e-12)
+        assert np.allclose(scores, step._train.scores[0], rtol=0, atol=1e-12)
         assert [one.loss for one in losses] == sorted((one.loss for one in losses), reverse=True)
         chance = 1 / (1 + np.exp(-bias))
         assert chance == pytest.approx(labels.mean())

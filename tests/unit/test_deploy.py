@@ -19,6 +19,7 @@ import pytest
 import typer
 
 from manyhands.cli.main import COMMANDS
+from manyhands.serving.routes import MODEL_ROUTES
 
 yaml = pytest.importorskip("yaml", reason="PyYAML reads the manifests")
 
@@ -66,6 +67,16 @@ JOB = {
     "activeDeadlineSeconds": int,
     "backoffLimit": int,
 }
+DEPLOYMENT = {"replicas": int, "selector": dict, "template": dict, "strategy": dict, "minReadySeconds": int}
+SERVICE = {"selector": dict, "ports": list, "type": ("ClusterIP", "NodePort", "LoadBalancer")}
+PROBE = {
+    "httpGet": dict,
+    "periodSeconds": int,
+    "timeoutSeconds": int,
+    "failureThreshold": int,
+    "initialDelaySeconds": int,
+}
+VERSIONS = {"Deployment": "apps/v1", "Service": "v1", "RayJob": "ray.io/v1", "RayCluster": "ray.io/v1"}
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 
 
@@ -75,7 +86,7 @@ def problems(manifest: Any) -> list[str]:
     found = []
     if not NAME.fullmatch(manifest.get("metadata", {}).get("name", "")):
         found.append("metadata.name is no name of a resource")
-    version = "ray.io/v1" if str(kind).startswith("Ray") else "kubeflow.org/v1"
+    version = VERSIONS.get(str(kind), "kubeflow.org/v1")
     if manifest.get("apiVersion") != version:
         found.append(f"apiVersion is not {version}")
     match kind:
@@ -103,6 +114,11 @@ def problems(manifest: Any) -> list[str]:
         case "RayJob":
             found += against(spec, JOB, ["entrypoint", "rayClusterSpec"], "spec")
             found += ray_cluster(spec.get("rayClusterSpec", {}), "spec.rayClusterSpec")
+        case "Deployment":
+            found += against(spec, DEPLOYMENT, ["selector", "template"], "spec")
+            found += deployment(spec)
+        case "Service":
+            found += against(spec, SERVICE, ["selector", "ports"], "spec")
         case _:
             found.append(f"kind is {kind}")
     return [*found, *against(spec.get("runPolicy", {}), RUN_POLICY, [], "spec.runPolicy")]
@@ -153,7 +169,29 @@ def ray_cluster(spec: Any, where: str) -> list[str]:
     return found
 
 
-def pod(template: Any, container: str, where: str) -> list[str]:
+def deployment(spec: Any) -> list[str]:
+    """Probes ask addresses that need no token, on a port that the container has; the selector finds the pods."""
+    template = spec.get("template", {})
+    found, volumes = container_of(template, "model", "spec.template")
+    labels = template.get("metadata", {}).get("labels", {})
+    if not spec.get("selector", {}).get("matchLabels", {}).items() <= labels.items():
+        found.append("spec.selector finds no pod of the template")
+    first = template["spec"]["containers"][0]
+    for name in ("startupProbe", "livenessProbe", "readinessProbe"):
+        found += against(first.get(name), PROBE, ["httpGet"], name)
+        asked = (first.get(name) or {}).get("httpGet", {})
+        route = MODEL_ROUTES.get(asked.get("path"))
+        if route is None or route.needs_token or route.method != "GET":
+            found.append(f"{name} asks {asked.get('path')}, which does not answer it")
+        if asked.get("port") not in {port["name"] for port in first.get("ports", [])}:
+            found.append(f"{name}: the container has no port {asked.get('port')}")
+    ports = [str(port["containerPort"]) for port in first.get("ports", [])]
+    if f"--port={ports[0]}" not in first["args"] or "--host=0.0.0.0" not in first["args"]:
+        found.append("the server does not listen where it is asked")
+    return found + [f"{name} is no volume" for name, one in volumes.items() if len(one) != 2]
+
+
+def container_of(template: Any, container: str, where: str) -> tuple[list[str], dict[str, Any]]:
     spec = template.get("spec", {})
     first = (spec.get("containers") or [{}])[0]
     found = [] if first.get("name") == container else [f"{where}: the first container is not {container}"]
@@ -161,6 +199,11 @@ def pod(template: Any, container: str, where: str) -> list[str]:
     volumes = {volume["name"]: volume for volume in spec.get("volumes", [])}
     mounted = {mount["name"] for mount in first.get("volumeMounts", [])}
     found += [f"{where}: nothing is called {name}" for name in mounted - set(volumes)]
+    return found, volumes
+
+
+def pod(template: Any, container: str, where: str) -> list[str]:
+    found, volumes = container_of(template, container, where)
     if volumes.get("tls", {}).get("secret", {}).get("defaultMode") != 0o400:
         found.append(f"{where}: others may read the key")
     return found
@@ -177,7 +220,25 @@ def test_a_manifest_fits_what_its_operator_reads(path: Path) -> None:
 
 
 def test_every_kind_is_there() -> None:
-    assert {load(path)["kind"] for path in MANIFESTS} == {"PyTorchJob", "TFJob", "RayJob", "RayCluster"}
+    kinds = {"PyTorchJob", "TFJob", "RayJob", "RayCluster", "Deployment", "Service"}
+    assert {load(path)["kind"] for path in MANIFESTS} == kinds
+
+
+def test_the_service_reaches_the_pods_of_the_deployment_by_a_name_that_they_answer_to() -> None:
+    served, service = (load(DEPLOY / "kubernetes" / f"{name}.yaml") for name in ("serve", "serve-service"))
+    pods = served["spec"]["template"]
+    assert service["spec"]["selector"].items() <= pods["metadata"]["labels"].items()
+    container = pods["spec"]["containers"][0]
+    assert service["spec"]["ports"][0]["targetPort"] in {port["name"] for port in container["ports"]}
+    (names,) = (word.removeprefix("--names=").split(",") for word in container["args"] if "--names" in word)
+    assert {name.partition(".")[0] for name in names} == {service["metadata"]["name"]}
+    (token,) = container["env"]
+    assert token["name"] == "MANYHANDS_TOKEN"
+    assert "value" not in token, "it comes from a secret"
+
+
+def served_container(spec: Any) -> Any:
+    return spec["template"]["spec"]["containers"][0]
 
 
 def spoiled() -> Iterator[tuple[str, Callable[[Any], Any], str]]:
@@ -193,6 +254,16 @@ def spoiled() -> Iterator[tuple[str, Callable[[Any], Any], str]]:
     )
     yield "raycluster", lambda spec: spec["headGroupSpec"].pop("rayStartParams"), "rayStartParams is missing"
     yield "raycluster", lambda spec: spec["workerGroupSpecs"][0].update(replicas=9), "is not between"
+    yield "serve", lambda spec: spec.update(pods=2), "spec.pods is not known"
+    yield "serve", lambda spec: spec["selector"].update(matchLabels={"app": "x"}), "finds no pod"
+    yield "serve", lambda spec: served_container(spec).pop("livenessProbe"), "livenessProbe is no mapping"
+    yield (
+        "serve",
+        lambda spec: served_container(spec)["readinessProbe"]["httpGet"].update(path="/metrics"),
+        "readinessProbe asks /metrics",
+    )
+    yield "serve", lambda spec: served_container(spec)["args"].remove("--port=8000"), "does not listen"
+    yield "serve-service", lambda spec: spec.pop("ports"), "spec.ports is missing"
     yield "rayjob", lambda spec: spec.update(entryPoint="x"), "spec.entryPoint is not known"
 
 
@@ -218,6 +289,9 @@ def commands() -> Iterator[tuple[str, list[str]]]:
         for role, replica in (spec.get("pytorchReplicaSpecs") or spec.get("tfReplicaSpecs") or {}).items():
             container = replica["template"]["spec"]["containers"][0]
             yield f"{path.stem} {role}", [*container["command"], *container["args"]]
+        if "replicas" in spec:
+            container = served_container(spec)
+            yield path.stem, [*container["command"], *container["args"]]
         if "entrypoint" in spec:
             yield path.stem, shlex.split(spec["entrypoint"])
     for path in (

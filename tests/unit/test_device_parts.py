@@ -26,12 +26,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 from commands import run_command
-from devices import TOY, offer
+from devices import POINTS, TOY, offer, points, write_parts
 from manyhands.errors import DataError, UserError
+from manyhands.strategies.federated.deployed.device_client import DevicePlan
 from manyhands.strategies.federated.deployed.device_job import (
     DataSchema,
     FederatedJob,
     RoundSettings,
+    initial_model,
     read_columns,
 )
 from manyhands.strategies.federated.deployed.device_server import _check_tls
@@ -230,9 +232,28 @@ def test_tensors_travel_unchanged_whatever_their_types() -> None:
 
 def test_what_only_a_simulation_can_do_is_refused() -> None:
     with pytest.raises(UserError, match="receive no code"):
-        FederatedJob.make(replace(TOY.build(), options=None), "federated", RoundSettings(rounds=1))
-    with pytest.raises(UserError, match="receive no code"):
         FederatedJob.make(replace(TOY.build(), name="mine"), "federated", RoundSettings(rounds=1))
+
+
+def test_a_device_builds_an_own_task_from_its_own_module_or_not_at_all(tmp_path: Path) -> None:
+    own = replace(points(), name="mine")
+    job = FederatedJob.make(own, "federated clients=2", RoundSettings(rounds=1))
+    plan = job.plan("run", TensorForm.of(initial_model(own, 0)))
+    assert (plan["task"], plan["task_options"]) == ("mine", None)
+    write_parts(tmp_path, 2, own, ("0", "1"))
+    data = tmp_path / "1.safetensors"
+    read = DevicePlan.read(plan, data, own)
+    assert (read.task.name, read.task.samples, read.config["task_options"]) == ("mine", POINTS // 2, None)
+    wider = replace(own, model=lambda: nn.Linear(4, 2, bias=False))
+    for given, said in (
+        (None, "'mine', a Task of its own; give this device's module with it: --task MODULE:NAME"),
+        (replace(own, name="other"), "and --task names 'other'"),
+        (wider, "other tensors than this device's model"),
+    ):
+        with pytest.raises(UserError, match=said):
+            DevicePlan.read(plan, data, given)
+    with pytest.raises(UserError, match="which is built in; leave --task out"):
+        DevicePlan.read({**plan, "task": "digits", "task_options": {}}, data, own)
 
 
 def test_devices_are_not_reported_where_the_servers_files_are(tmp_path: Path) -> None:

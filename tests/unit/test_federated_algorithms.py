@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.strategies.federated.clients import selected
+from manyhands.strategies.federated.client_data import selected
 from rounds import Played, play_rounds
 
 RATE = 0.05

@@ -21,7 +21,9 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from manyhands.engine.exchange import WorkerPart
 from manyhands.errors import UserError
+from manyhands.interop.own_loop.backward_rounds import Rounds
 from manyhands.interop.own_loop.prepared_loader import (
     OwnStreamLoader,
     SharedStreamLoader,
@@ -38,9 +40,13 @@ class Worker:
     Worker 0 leaves its draws of every reading in `report`, where the others find them.
     """
 
+    together = True
+    sharing, require_own_streams = Rounds.sharing, Rounds.require_own_streams
+
     def __init__(self, rank: int, world: int, report: list[torch.Tensor] | None = None) -> None:
         self.rank = rank
         self.world = world
+        self.part = WorkerPart(index=rank, count=world)
         self._report = report
         self._readings = 0
         self.shares: list[float] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from manyhands.places.external.process_place import joining_place
 from manyhands.places.place import LAUNCHER_VARIABLE
 from manyhands.strategy import Strategy
 
+WORKERS = {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 
 
@@ -31,9 +33,19 @@ def test_torchrun_says_rank_and_world() -> None:
     assert (place.rank, place.world, place.master) == (3, 4, "10.0.0.1")
 
 
+def tf_config(cluster: dict[str, list[str]]) -> dict[str, str]:
+    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 1}})}
+
+
+def test_a_cluster_specification_says_rank_and_world() -> None:
+    place = joining_place({**tf_config(WORKERS), **TORCHRUN})
+    assert (place.rank, place.world, place.master, place.kind) == (1, 2, "10.0.0.1", "specification")
+
+
 @pytest.mark.parametrize(
     ("environment", "report"),
     [
+        (tf_config({**WORKERS, "ps": ["10.0.0.3:2222"]}), "TF_CONFIG lists ps"),
         ({LAUNCHER_VARIABLE: "0.0.7"}, f"started by manyhands 0.0.7 but imports manyhands {mh.__version__}"),
         ({LAUNCHER_VARIABLE: mh.__version__}, "a worker of `manyhands launch` started"),
         ({**TORCHRUN, "MASTER_PORT": ""}, "not MASTER_PORT"),
@@ -81,7 +93,12 @@ def test_the_hosts_choose_the_strategy(asked: str | None, hosts: list[list[int]]
     ("asked", "hosts", "report"),
     [
         ("single", [[0, 1]], "strategy=single runs one process, but there are 2 workers"),
-        ("sharded", [[0, 1]], "strategy=sharded does not support a loop of your own"),
+        ("federated", [[0, 1]], "strategy=federated does not support a loop of your own"),
+        (
+            "sharded",
+            [[0], [1]],
+            "strategy=sharded: workers of your own loop that cut a model must be on one host",
+        ),
         ("single device_memory=1GiB", [[0]], "give the model and its loss to mh.fit for device_memory"),
     ],
 )

@@ -13,12 +13,13 @@ import pytest
 from numpy.typing import NDArray
 from sklearn.datasets import dump_svmlight_file, load_svmlight_file
 
-from manyhands.data.matrix_files import MatrixFile, open_matrix
+from manyhands.data.matrix_files import MatrixFile
 from manyhands.data.stored_matrix import MatrixStore
+from manyhands.data.table_files import open_matrix
 from manyhands.errors import DataError, UserError
 
 parquet = pytest.importorskip(
-    "pyarrow.parquet", reason="pyarrow is not installed: pip install manyhands[parquet]"
+    "pyarrow.parquet", reason="pyarrow is not installed: pip install manyhands[tables]"
 )
 
 
@@ -188,7 +189,10 @@ def _parquet(folder: Path, **columns: Any) -> Path:
 BAD: dict[str, tuple[Any, str]] = {
     "missing": (lambda folder: folder / "none", "none cannot be read: No such file"),
     "a folder": (lambda folder: folder, "cannot be read: Is a directory"),
-    "empty": (lambda folder: _text(folder, b""), "is empty; give a matrix as LIBSVM text, npy or Parquet"),
+    "empty": (
+        lambda folder: _text(folder, b""),
+        "is empty; give a table as CSV, LIBSVM text, npy or Parquet",
+    ),
     "prose": (
         lambda folder: _text(folder, b"once upon a time\n"),
         "line 1, column 1: label 'once' is not a number",
@@ -217,9 +221,9 @@ BAD: dict[str, tuple[Any, str]] = {
         lambda folder: _text(folder, b"PAR1 and no more"),
         "is not a Parquet file that can be read",
     ),
-    "text in Parquet": (
-        lambda folder: _parquet(folder, a=[1.0], city=["Oslo"]),
-        "column 'city' is string, not a number",
+    "times in Parquet": (
+        lambda folder: _parquet(folder, a=[1.0], seen=np.array(["2026-01-01"], "datetime64[s]")),
+        r"column 'seen' is timestamp\[ms\], neither numbers nor text; leave it out with --drop seen",
     ),
     "no rows in Parquet": (lambda folder: _parquet(folder, a=np.empty(0)), "has 0 rows and 1 columns"),
 }
@@ -238,7 +242,7 @@ def test_what_is_wrong_is_said(tmp_path: Path, case: str) -> None:
         ("libsvm", "0", "is LIBSVM text, whose labels come first"),
         ("npy", "price", "columns of an npy file are numbers"),
         ("npy", "9", "has 9 columns"),
-        ("parquet", "C1", "no such column; allowed: c0, .* did you mean 'c1'"),
+        ("parquet", "C1", "has no column 'C1'; allowed: c0, .* did you mean 'c1'"),
     ],
 )
 def test_a_label_that_is_not_there_is_said(tmp_path: Path, writer: str, label: str, sentence: str) -> None:
@@ -252,7 +256,7 @@ def test_parquet_without_pyarrow_says_what_to_install(
 ) -> None:
     write_parquet(tmp_path / "sample")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UserError, match=r"pip install manyhands\[parquet\]"):
+    with pytest.raises(UserError, match=r"pip install 'manyhands\[tables\]'"):
         open_matrix(tmp_path / "sample")
 
 

@@ -31,7 +31,9 @@ from manyhands.observe.draw.serving_page import (
 )
 from manyhands.serving import model_server
 from manyhands.serving.batching import BatchLimits, Switchboard
-from manyhands.serving.model_replica import LENGTH, answer_batch, answers_frame
+from manyhands.serving.hosting import Listening
+from manyhands.serving.model_parts import LENGTH
+from manyhands.serving.model_replica import answer_batch, answers_frame
 from manyhands.serving.model_server import (
     BodyLimits,
     ModelApp,
@@ -41,6 +43,7 @@ from manyhands.serving.model_server import (
     checked_body,
 )
 from manyhands.serving.page_app import Drawn, Guard, PageApp, RequestRefused
+from manyhands.serving.routes import MODEL_ROUTES, PAGE_ROUTES, openapi
 from manyhands.wire.nesting import MOST_NESTED, json_depth
 from manyhands.workloads.predictor import Predictor
 
@@ -76,6 +79,8 @@ class Doubler(Predictor[list[float]]):
 class Alone:
     """In the place of a switchboard: one worker, which is this process."""
 
+    is_ready = True
+
     async def ask(self, body: bytes, size: int) -> tuple[int, bytes]:
         (said,) = answer_batch(Doubler(), [json.loads(body)])
         assert size == len(json.loads(body)["inputs"])
@@ -95,7 +100,8 @@ def view(**changes: Any) -> ServingView:
 def app(tally: ServingTally | None = None, limits: BodyLimits = LIMITS) -> ModelApp:
     drawn = Drawn(title=serving_title, sections=serving_sections, report=serving_report)
     page: PageApp[Any] = PageApp(view, GUARD, serving_metrics, drawn=drawn, period_s=0.0)
-    return ModelApp(Alone(), page, tally or ServingTally(0.0), limits)  # type: ignore[arg-type]
+    about = openapi("double", Doubler.takes, Doubler.example, limits.inputs)
+    return ModelApp(Alone(), page, tally or ServingTally(0.0), limits, about)  # type: ignore[arg-type]
 
 
 def asked(
@@ -110,6 +116,63 @@ def asked(
             return await client.request(method, path, content=sent, headers={**GOOD, **headers})
 
     return asyncio.run(ask())
+
+
+def test_the_description_is_of_every_address_and_every_address_is_described() -> None:
+    described = asked(method="GET", path="/openapi.json").json()
+    assert described["openapi"] == "3.1.0"
+    paths = described["paths"]
+    assert list(paths) == [*MODEL_ROUTES, *PAGE_ROUTES]
+    for path, methods in paths.items():
+        ((method, operation),) = methods.items()
+        for token in (True, False):
+            headers = {} if token else {"authorization": ""}
+            body = {"inputs": [1]} if method == "post" else b""
+            answer = asked(body, method="HEAD" if path == "/events" else method.upper(), path=path, **headers)
+            expected = 200 if token or operation["security"] == [] else 401
+            assert answer.status_code == expected, path
+            described_as = operation["responses"][str(expected)]["content"]
+            assert answer.headers["content-type"].partition(";")[0] in described_as, path
+        other = asked(method="GET" if method == "post" else "POST", path=path)
+        assert (other.status_code, "405" in operation["responses"]) == (405, True)
+        assert method.upper() in other.headers["allow"]
+    assert asked(method="GET", path="/elsewhere").status_code == 404
+    sent = paths["/predict"]["post"]["requestBody"]["content"]["application/json"]
+    assert sent["schema"]["properties"]["inputs"]["maxItems"] == LIMITS.inputs
+    assert asked(sent["example"]).json() == {"answers": [2.0]}, "the example is one"
+
+
+def test_probes_need_no_token_and_say_whether_a_worker_can_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = {"method": "GET", "authorization": ""}
+    for path in ("/healthz", "/readyz"):
+        answer = asked(path=path, **probe)
+        assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+    monkeypatch.setattr(Alone, "is_ready", False)
+    assert asked(path="/healthz", **probe).status_code == 200
+    late = asked(path="/readyz", **probe)
+    assert (late.status_code, late.json()) == (503, {"status": "no worker can answer"})
+    assert asked(path="/healthz", host="evil.example", **probe).status_code == 403
+
+
+def test_a_switchboard_is_ready_from_its_first_free_worker_to_its_end() -> None:
+    board = Switchboard(BatchLimits(), ServingTally(0.0), lambda _: None)
+    assert not board.is_ready
+    board.core.free(1, 0.0)
+    assert board.is_ready
+    board.close()
+    assert not board.is_ready
+
+
+def test_names_and_a_token_may_be_given() -> None:
+    listening = Listening("127.0.0.1", 0, "the server", names=("Model.svc",), token="of-sixteen-letters")
+    listening.socket.close()
+    headers = {"host": "model.svc:80", "authorization": "Bearer of-sixteen-letters"}
+    listening.guard.check("GET", headers)
+    with pytest.raises(RequestRefused, match="does not name this server"):
+        listening.guard.check("GET", {**headers, "host": "other.svc"})
+    for token in ("short", "with a space in between", "ünïcödé-of-sixteen-letters"):
+        with pytest.raises(UserError, match="at least 16 letters"):
+            ServeOptions(token=token)
 
 
 def test_a_request_gets_an_answer_for_each_input() -> None:

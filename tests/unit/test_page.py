@@ -13,6 +13,9 @@ import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
+
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.observe.analyse.follow import RunFollower
 from manyhands.observe.analyse.model_view import model_view
@@ -255,6 +258,25 @@ def test_a_model_of_tables_has_its_scores_confusion_and_important_features() -> 
     for expected in ("The model on 10 rows held out", "0.95", "predicted 1", "f9", "10 of 12"):
         assert expected in words
     assert "f10" not in words, "the ten that gain most"
+
+
+def test_several_classes_have_their_precision_and_recall() -> None:
+    drawn = np.random.default_rng(3)
+    own, said = drawn.integers(0, 3, 200), drawn.integers(0, 3, 200)
+    said[:120] = own[:120]
+    confusion = confusion_matrix(own, said).tolist()
+    view = model_view({"quality": {"labels": ["a", "b", "c"], "confusion": confusion, "scores": {}}})
+    assert view is not None
+    *expected, rows = precision_recall_fscore_support(own, said)
+    np.testing.assert_allclose([one[2:] for one in view.by_label], np.transpose(expected))
+    assert [one[:2] for one in view.by_label] == list(zip("abc", rows, strict=True))
+    html = sections(replace(run_view(phase=Phase.ENDED), model=view))["model"]
+    assert {"By label", "predicted c", f"{expected[1][2]:.3f}"} <= set(ET.fromstring(html).itertext())
+    many = {"labels": list(range(30)), "confusion": np.eye(30, dtype=int).tolist(), "scores": {}}
+    view = model_view({"quality": many})
+    html = sections(replace(run_view(phase=Phase.ENDED), model=view))["model"]
+    assert "By label" in html
+    assert "predicted" not in html, "a table of 30 columns is not drawn"
 
 
 def test_a_damaged_summary_shows_what_can_be_read() -> None:

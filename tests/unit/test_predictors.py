@@ -138,7 +138,7 @@ def npy(**header: Any) -> bytes:
         (b"[[[1, 2], [3, 4]]]", "its shape is 1×2×2; an image is 8×8 numbers from 0 to 16"),
         (json.dumps([[[17] * 8] * 8]).encode(), "its values range from 17 to 17"),
         (b"[[NaN]]", "its shape"),
-        (b'{"input": []}', "it must be an array of images"),
+        (b'{"input": []}', "it must be an array of inputs"),
         (b"[" * 100_000, "JSON|recursion"),
         (b"[]", "its shape is 0|no image"),
         (b"\0\0\x08\x02" + struct.pack(">2I", 2, 3) + bytes(6), "its shape is 2×3"),
@@ -393,11 +393,12 @@ def test_rows_are_projected_and_predicted(tmp_path: Path) -> None:
     assert boosted.answers(both) == boosted.answers(rows)
 
 
-def test_skip_bad_is_refused_where_lines_are_not_left_out_and_counted(tmp_path: Path) -> None:
+def test_lines_that_are_wrong_are_left_out_and_counted_where_asked(tmp_path: Path) -> None:
     (tmp_path / "rows").write_text("1 1:1\n1 1:x\n")
     for predictor in (trees(tmp_path), decomposition()):
-        with pytest.raises(UserError, match="--skip-bad is only for logreg; leave it out for this run"):
-            list(predictor.blocks(str(tmp_path / "rows"), ReadAs(skip_bad=True)))
+        (block,) = predictor.blocks(str(tmp_path / "rows"), ReadAs(skip_bad=True))
+        assert len(block) == 1
+        assert predictor.left_out == 1
     with pytest.raises(DataError, match=r"rows.*line 2"):
         list(trees(tmp_path).blocks(str(tmp_path / "rows"), ReadAs()))
 
@@ -447,5 +448,5 @@ def test_what_is_no_model_is_said(tmp_path: Path) -> None:
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )
     mh.fit(task, "single", steps=1, out=tmp_path / "own")
-    with pytest.raises(UserError, match=r"mh\.load\(path, task="):
+    with pytest.raises(UserError, match=r"--task my_module:task, or open_predictor\(path, task\)"):
         open_predictor(tmp_path / "own")

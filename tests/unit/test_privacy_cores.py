@@ -29,6 +29,7 @@ from manyhands.strategies.federated.private_rounds import (
     RoundKind,
     Spending,
     epsilon_of,
+    least_noise,
     most_rounds,
 )
 
@@ -253,6 +254,40 @@ def test_noise_that_never_ends_a_budget_is_no_endless_search() -> None:
     assert most_rounds(RoundKind(noise=0.1, probability=1.0), 1.0, 1e-5) == 0
 
 
+@pytest.mark.parametrize(
+    ("rounds", "probability", "epsilon", "delta"),
+    [(100, 0.1, 8.0, 1e-5), (1000, 0.01, 2.0, 1e-6), (50, 1.0, 4.0, 1e-5)],
+)
+def test_the_noise_of_an_epsilon_is_that_of_the_accountants_own_calibration(
+    rounds: int, probability: float, epsilon: float, delta: float
+) -> None:
+    """dp-accounting searches by itself, to a part in a thousand here; a step less noise would cost too much."""
+    import dp_accounting
+
+    def event(noise: float) -> dp_accounting.DpEvent:
+        one = dp_accounting.GaussianDpEvent(noise)
+        sampled = dp_accounting.PoissonSampledDpEvent(probability, one) if probability < 1 else one
+        return dp_accounting.SelfComposedDpEvent(sampled, rounds)
+
+    found = least_noise(rounds, probability, epsilon, delta)
+    assert found is not None
+    calibrated = dp_accounting.calibrate_dp_mechanism(
+        dp_accounting.rdp.RdpAccountant, event, epsilon, delta, tol=1e-3 * found
+    )
+    assert found == pytest.approx(calibrated, rel=2e-3)
+    less = found - 10 ** (math.floor(math.log10(found)) - 3)
+    spent, more = (
+        epsilon_of({RoundKind(noise=noise, probability=probability): rounds}, delta)
+        for noise in (found, less)
+    )
+    assert 0.99 * epsilon < spent <= epsilon < more
+
+
+def test_an_epsilon_that_no_noise_keeps_and_one_that_any_keeps() -> None:
+    assert least_noise(10**9, 1.0, 1e-9, 1e-5) is None
+    assert least_noise(1, 1.0, 1e12, 1e-5) == 1e-3
+
+
 def test_a_client_is_counted_by_its_own_rounds() -> None:
     kind = RoundKind(noise=6.0, probability=1.0)
     spending = Spending(kind, epsilon=2.0, delta=1e-5, clients=4)
@@ -296,6 +331,12 @@ def test_what_was_spent_is_spent_after_a_resume() -> None:
 def test_a_clip_that_makes_no_sense_is_refused(text: str) -> None:
     with pytest.raises(UserError, match=f"clip={text}: "):
         ClipRule.parse(text)
+
+
+def test_a_noisy_share_moves_a_bound_by_no_more_than_a_number_holds() -> None:
+    assert next_bound(0.1, 0.5, 0.5) == 0.1
+    assert next_bound(1.0, 0.5, 1e9) == pytest.approx(math.exp(-5))
+    assert next_bound(1.0, 0.5, -1e9) == pytest.approx(math.exp(5))
 
 
 def test_clips_are_read() -> None:

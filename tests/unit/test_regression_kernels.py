@@ -16,7 +16,7 @@ from manyhands.engine.fitting import fit
 from manyhands.errors import NonFinite, UserError
 from manyhands.workloads.logreg.examples import Labelled, ParsedBlocks
 from manyhands.workloads.logreg.options import LogregOptions
-from manyhands.workloads.logreg.task import Bag, LogregTask
+from manyhands.workloads.logreg.task import Bag, LogregTask, table_of
 
 FEATURES = 50
 
@@ -83,6 +83,51 @@ def plain(
                 w[i] = math.copysign(max(abs(moved) - own * lasso, 0), moved)
         mean = loss / float(rows.weights.sum())
     return w, mean
+
+
+def plain_softmax(
+    learner: str, block: Labelled, rate: float, l1: float, l2: float
+) -> tuple[np.ndarray, float]:
+    """The same of three classes, by vectors: the weights, a row for each feature, and the mean loss of one pass."""
+    rows = block.rows
+    w, n, z = np.zeros((FEATURES + 1, 3)), np.zeros((FEATURES + 1, 3)), np.zeros((FEATURES + 1, 3))
+    loss = 0.0
+    for row in range(len(rows)):
+        margins = sum((w[i] * x for i, x in entries(rows, row, True)), np.zeros(3))
+        chances = np.exp(margins) / np.exp(margins).sum()
+        own, c = int(block.targets[row]), float(rows.weights[row])
+        loss -= c * math.log(chances[own])
+        for i, x in entries(rows, row, True):
+            lasso, ridge = (l1, l2) if i else (0.0, 0.0)
+            g = c * (chances - np.eye(3)[own]) * x
+            if learner == "ftrl":
+                z[i] += g - (np.sqrt(n[i] + g * g) - np.sqrt(n[i])) / rate * w[i]
+                n[i] += g * g
+                shrunk = np.sign(z[i]) * np.maximum(np.abs(z[i]) - lasso, 0)
+                w[i] = -shrunk / ((0.1 + np.sqrt(n[i])) / rate + ridge)
+                continue
+            g += ridge * w[i]
+            n[i] += g * g
+            own_rate = rate / math.sqrt(row + 1) if learner == "sgd" else rate / np.sqrt(0.01 + n[i])
+            moved = w[i] - own_rate * g
+            w[i] = np.sign(moved) * np.maximum(np.abs(moved) - own_rate * lasso, 0)
+    return w, loss / float(rows.weights.sum())
+
+
+@pytest.mark.parametrize("learner", ["sgd", "adagrad", "ftrl"])
+@pytest.mark.parametrize(("l1", "l2"), [(0.0, 0.0), (0.01, 0.02)])
+def test_several_classes_follow_the_published_rules(learner: str, l1: float, l2: float) -> None:
+    block = draw(400)
+    block.targets[:] = np.random.default_rng(5).integers(0, 3, 400)
+    options = LogregOptions(learner=learner, rate=0.3, l1=l1, l2=l2, passes=1)
+    task = LogregTask.of(ParsedBlocks([block], outputs=3), options, "float64")
+    run = fit(task, "single")
+    expected, loss = plain_softmax(learner, block, 0.3, l1, l2)
+    found = table_of(run.model.state_dict(), 3)
+    np.testing.assert_allclose(found, expected.T, rtol=0, atol=1e-10)
+    assert run.history.evaluations[-1]["metrics"]["pass_loss"] == pytest.approx(loss, abs=1e-10)
+    by_turns = fit(task, "hogwild order=turns", workers=2)
+    np.testing.assert_array_equal(table_of(by_turns.model.state_dict(), 3), found)
 
 
 def trained(

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import accuracy_score, confusion_matrix, log_loss, roc_auc_score
 
 from manyhands.data.row_files import Reading, RowFile
@@ -94,6 +95,13 @@ def test_metrics_are_those_of_scikit_learn() -> None:
         assert found.auc == pytest.approx(roc_auc_score(targets, chances, sample_weight=counted))
         assert found.log_loss == pytest.approx(log_loss(targets, chances, sample_weight=counted))
         assert found.confusion == tuple(map(tuple, confusion_matrix(targets, chances > 0.5)))
+    scores = random.normal(size=(2000, 4)) * 3
+    own = random.integers(0, 4, 2000)
+    chances = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
+    found = measure(scores, own, weights)
+    assert found.log_loss == pytest.approx(log_loss(own, chances, sample_weight=weights))
+    assert found.accuracy == pytest.approx(accuracy_score(own, scores.argmax(1), sample_weight=weights))
+    assert (found.confusion, found.auc) == (tuple(map(tuple, confusion_matrix(own, scores.argmax(1)))), None)
     assert measure(margins, np.ones(2000, np.float32)).auc is None
     assert measure(np.array([1000.0, -1000.0]), np.array([0, 1], np.float32)).log_loss == pytest.approx(1000)
 
@@ -103,30 +111,70 @@ def test_the_labels_of_files(tmp_path: Path) -> None:
     assert [(one.model.labels.no, one.model.labels.yes) for one in found] == [(-1, 1), (0, 1), (1, 2)]
     for one in found[1:]:
         np.testing.assert_array_equal(one.model.table, found[0].model.table)
-    assert labels_of([1], "x") is None
-    assert labels_of([2], "x") == Labels(1, 2)
-    for wrong, sentence in (
-        ("3", "labels -1, 1, 3; a logistic regression needs two"),
-        ("2", "labels -1, 1, 2;"),
-    ):
-        (tmp_path / "three").write_text(f"1 1:1\n-1 1:1\n{wrong} 1:1\n")
-        with pytest.raises(DataError, match=sentence):
-            train(tmp_path / "three")
+    assert labels_of(np.array([2]), "x") == Labels(1, 2)
+    assert labels_of(np.array([7, 5, 7]), "x") == Labels(5, 7)
+    assert labels_of(np.array([0, 2, 1]), "x", ["b", "c", "a"]) == Labels("a", "b", "c")
     (tmp_path / "one").write_text("1 1:1\n1 2:1\n")
-    with pytest.raises(DataError, match=r"all examples of .* have label 1"):
+    with pytest.raises(DataError, match=r"one: all rows have label 1; a classifier needs two labels"):
         train(tmp_path / "one")
+    (tmp_path / "part").write_text("1 1:1\n0.5 2:1\n")
+    with pytest.raises(DataError, match=r"has label 0.5; classes are integers or names"):
+        train(tmp_path / "part")
     (tmp_path / "none.vw").write_text("1 |f 1\n-1 |f 2\n|f 3\n")
-    with pytest.raises(DataError, match="has labels -1, 1, none"):
+    with pytest.raises(DataError, match=r"none.vw: row 3 has no label"):
         train(tmp_path / "none.vw")
+    (tmp_path / "many").write_text("".join(f"{at} 1:1\n" for at in range(1200)))
+    with pytest.raises(DataError, match="labels; a classifier has at most 1,000"):
+        train(tmp_path / "many")
 
 
-def test_label_1_is_held_back_until_its_partner_comes(tmp_path: Path) -> None:
-    (tmp_path / "late").write_text("1 1:1\n" * 50 + "2 2:1\n" * 50)
-    rows = Reading(block_bytes=60)
-    assert train_logreg(tmp_path / "late", reading=rows).model.labels == Labels(1, 2)
-    (tmp_path / "late").write_text("1 1:1\n" * 50 + "0 2:1\n" * 50 + "2 1:1\n")
-    with pytest.raises(DataError, match="an example with label 2 besides 0 and 1"):
-        train_logreg(tmp_path / "late", reading=rows)
+@pytest.mark.parametrize("memory", [0, 1 << 20])
+def test_labels_that_come_late_are_classes_like_the_others(tmp_path: Path, memory: int) -> None:
+    late, rows = tmp_path / "late", Reading(block_bytes=60)
+    late.write_text("1 1:1\n" * 50 + "2 2:1\n" * 50)
+    assert train_logreg(late, reading=rows, memory_bytes=memory).model.labels == Labels(1, 2)
+    late.write_text("1 1:1\n" * 50 + "0 2:1\n" * 50 + "2 3:1\n" * 50)
+    model = train_logreg(late, LogregOptions(passes=20), reading=rows, memory_bytes=memory).model
+    assert model.labels == Labels(0, 1, 2)
+    assert model.evaluate(model.file(late)).confusion == ((50, 0, 0), (0, 50, 0), (0, 0, 50))
+    (tmp_path / "new").write_text("1 1:1\n0 2:1\n3 3:1\n")
+    with pytest.raises(DataError, match="new: row 3 has label 3, which is new; labels are 0, 1, 2"):
+        model.evaluate(model.file(tmp_path / "new"))
+
+
+def write_rows(path: Path, values: np.ndarray, labels: np.ndarray) -> Path:
+    lines = [" ".join(f"{at}:{x:.9g}" for at, x in enumerate(row, 1)) for row in values.astype(np.float32)]
+    path.write_text("".join(f"{label} {line}\n" for label, line in zip(labels, lines, strict=True)))
+    return path
+
+
+@pytest.mark.parametrize(("strategy", "workers"), [("single", 1), ("hogwild", 2)])
+@pytest.mark.parametrize("learner", ["adagrad", "sgd"])
+def test_several_classes_are_learned_as_well_as_by_scikit_learn(
+    strategy: str, workers: int, learner: str, tmp_path: Path
+) -> None:
+    drawn = np.random.default_rng(2)
+    values = drawn.normal(size=(18_000, 20))
+    labels = (values @ drawn.normal(size=(20, 4)) + drawn.gumbel(size=(18_000, 4))).argmax(axis=1)
+    train_part, test_part = slice(0, 14_000), slice(14_000, None)  # three steps: two workers have some
+    peer = LogisticRegression().fit(values[train_part], labels[train_part])
+    chances = peer.predict_proba(values[test_part])
+    path = write_rows(tmp_path / "train", values[train_part], labels[train_part])
+    test = write_rows(tmp_path / "test", values[test_part], labels[test_part])
+    model = train(path, strategy, workers, learner=learner, passes=10).model
+    found = model.evaluate(model.file(test))
+    assert found.log_loss == pytest.approx(log_loss(labels[test_part], chances), abs=0.002)
+    assert found.accuracy == pytest.approx(
+        accuracy_score(labels[test_part], chances.argmax(axis=1)), abs=0.003
+    )
+    assert (
+        np.abs(np.concatenate(list(map(model.probabilities, model.file(test).blocks()))) - chances).mean()
+        < 0.01
+    )
+    model.save(tmp_path / MODEL_FILE)
+    loaded = LogregModel.load(tmp_path)
+    np.testing.assert_array_equal(loaded.table, model.table)
+    assert loaded.labels == model.labels == Labels(0, 1, 2, 3)
 
 
 @pytest.mark.parametrize("strategy", ["single", "hogwild order=turns"])
@@ -284,7 +332,8 @@ def test_files_that_are_no_model_are_named(tmp_path: Path) -> None:
     for wrong, sentence in (
         ({"format": "pt"}, "its format is 'pt'"),
         ({"bits": "9"}, "it has 3 weights for 9 bits"),
-        ({"labels": "5 6"}, "its labels are 5 and 6"),
+        ({"labels": "5 6"}, "its labels are '5 6'"),
+        ({"labels": "[1, 2, 3]"}, "its weights are not a float32 vector"),
     ):
         safetensors.numpy.save_file(other, tmp_path / "other", {**header, **wrong})
         with pytest.raises(UserError, match=sentence):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from manyhands.errors import DataError, UserError
-from manyhands.strategies.federated.clients import selected
+from manyhands.strategies.federated.client_data import selected
 from manyhands.strategies.federated.round_core import (
     AbandonRound,
     BeginRound,

@@ -8,6 +8,7 @@ from manyhands.errors import ManyhandsError
 from manyhands.strategies.ps.actions import SendMessage
 from manyhands.strategies.ps.client_core import ClientAction, ClientCore, Compute, Leave, Reason, Wait
 from manyhands.strategies.ps.ps_messages import (
+    CopyShard,
     Fenced,
     Hello,
     Message,
@@ -318,3 +319,20 @@ def test_what_can_not_be_is_an_error() -> None:
     core.computed(weight=1.0)
     with pytest.raises(ManyhandsError, match="not asked"):
         core.computed(weight=1.0)
+
+
+def test_a_worker_reads_for_the_same_update_again_and_is_given_the_newer_parameters() -> None:
+    core = computing(clock=4)
+    assert sent(core.read_again()) == [(1, read(0, 4)), (2, read(1, 4))]
+    core.handle(parameters(1, 4, version=22), 2)
+    actions = core.handle(parameters(0, 4, version=12, work=train(4)), 1)
+    assert actions == [Compute(work=train(4), versions=(12, 22))]
+    [first, _] = sent(core.computed(weight=1.0, settings="{}"))
+    assert isinstance(first[1], Push)
+    assert first[1].clock == 4
+    assert first[1].settings == "{}"
+
+
+def test_every_primary_is_asked_for_a_copy_of_its_shard() -> None:
+    asked = sent(computing().copy_shards("/folder", 3))
+    assert asked == [(1, CopyShard(0, "/folder", 3)), (2, CopyShard(1, "/folder", 3))]

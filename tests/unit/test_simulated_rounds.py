@@ -14,9 +14,9 @@ import manyhands as mh
 from manyhands.errors import DataError, ManyhandsError, UserError
 from manyhands.strategies.federated.algorithms import algorithm_named
 from manyhands.strategies.federated.algorithms.buff import duration_s
-from manyhands.strategies.federated.client_data import Partition
+from manyhands.strategies.federated.client_data import Partition, selected
 from manyhands.strategies.federated.client_updates import ClientAssignment
-from manyhands.strategies.federated.clients import ClientTrainer, LocalWork, held, selected
+from manyhands.strategies.federated.clients import ClientTrainer, LocalWork, held
 from manyhands.strategies.federated.round_core import RoundPhase
 from manyhands.strategies.federated.simulation import (
     SimulatedCourse,

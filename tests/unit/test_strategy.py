@@ -139,7 +139,6 @@ def test_tensor_splits_dimensions_of_word_vectors_and_layers_of_networks() -> No
     assert not tensor.facts.splits_batches, "every worker sees all samples"
     assert tensor.facts.waits_for is Waits.ALL
     assert tensor.facts.promises.worker_dies.answer is Answer.NO
-    assert tensor.facts.instead_of_own_loop
     for workers in (1, 2, 5):
         tensor.check(workers, device="cpu")
         tensor.check(workers, device="cpu", compiled=True)

@@ -13,7 +13,7 @@ from scipy.sparse.linalg import svds
 from sklearn.datasets import load_digits, load_svmlight_file
 from sklearn.decomposition import PCA
 
-from manyhands.data.matrix_files import open_matrix
+from manyhands.data.table_files import open_matrix
 from manyhands.errors import DataError, UserError
 from manyhands.serving.opening import open_predictor
 from manyhands.workloads.predictor import ReadAs

@@ -89,7 +89,9 @@ def _server(asked: _ServerOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _InferenceOptions:
-    models: str = option("digits", "Models to measure: digits, language and recurrent, separated by commas.")
+    models: str = option(
+        "digits", "Models: digits, language, recurrent, or a Task of your own as module:name; with commas."
+    )
     precisions: str = option("fp32,bf16,int8", "Precisions: fp32, bf16 and int8, separated by commas.")
     batches: str = option("1,32", "Batch sizes to measure, such as 1,8,64.")
     workers: str = option("1,2", "Numbers of processes to measure, each with the model.")

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from manyhands.cli import command_options
 from manyhands.cli.command_options import argument, command_group, from_options, option, task_commands
@@ -14,6 +14,9 @@ from manyhands.cli.program import spare_the_compiler
 from manyhands.cli.runs import Resume
 from manyhands.workloads.task_options import narrowed
 from manyhands.workloads.tasks.builtin import BuiltinTask
+
+if TYPE_CHECKING:
+    from manyhands.task import Task
 
 __all__ = ["federated_app"]
 
@@ -48,15 +51,31 @@ class _ServeOptions:
     resume: Resume = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class _OwnOptions(_ServeOptions):
+    task: str = argument(..., "Where your Task is, such as my_module:task.", metavar="MODULE:NAME")
+
+
 def _serve(entry: BuiltinTask[Any], task_options: dict[str, Any], asked: _ServeOptions) -> None:
+    _serve_task(entry.build(**task_options), asked)
+
+
+def _serve_own(asked: _OwnOptions) -> None:
+    """Serve a Task of your own; devices have its module, too, and name it with --task."""
+    from manyhands.workloads.own_task import own_task
+
+    spare_the_compiler()
+    _serve_task(own_task(asked.task), asked)
+
+
+def _serve_task(task: Task, asked: _ServeOptions) -> None:
     from manyhands.places.local.signals import ending
     from manyhands.strategies.federated.deployed.device_job import FederatedJob, RoundSettings
     from manyhands.strategies.federated.deployed.device_server import ServingPlace, serve_devices
 
     settings = narrowed(RoundSettings, asked)
-    task = entry.build(**task_options)
     job = FederatedJob.make(task, asked.strategy, settings, seed=asked.seed, schema=asked.data_schema)
-    out = asked.out or command_options.fresh_directory(entry.name)
+    out = asked.out or command_options.fresh_directory(task.name)
     place = narrowed(ServingPlace, replace(asked, out=out))
     with ending():
         serve_devices(job, place, _say)
@@ -73,24 +92,28 @@ class _JoinOptions:
     authority: Path | None = option(None, "The server's ca.pem.", "--ca", shown="this host's authorities")
     patience_s: float = option(86400.0, "Give up after this many seconds without the server.", "--patience")
     most_pause_s: float = option(30.0, "Longest pause between two attempts, in seconds.", "--max-pause")
+    task: str | None = option(
+        None, "Your own Task, where the server trains one.", metavar="MODULE:NAME", shown=False
+    )
 
 
 def _join(asked: _JoinOptions) -> None:
     """Run a device: train on its own data when the server asks, and keep the current model."""
     from manyhands.places.local.signals import ending
     from manyhands.strategies.federated.deployed.device_client import JoiningDevice, join_rounds
+    from manyhands.workloads.own_task import own_task
 
     spare_the_compiler()
+    device = replace(narrowed(JoiningDevice, asked), task=own_task(asked.task) if asked.task else None)
     with ending():
-        rounds = join_rounds(narrowed(JoiningDevice, asked), _say)
+        rounds = join_rounds(device, _say)
     print(f"the run is done: {asked.out} has the model after {rounds} rounds")
 
 
 federated_app = command_group()
 federated_app.command("join")(from_options(_join))
-federated_app.add_typer(
-    task_commands(
-        _serve, "Serve {help}.", help="Run the server: devices connect, train, report and fetch the model."
-    ),
-    name="serve",
+_serve_app = task_commands(
+    _serve, "Serve {help}.", help="Run the server: devices connect, train, report and fetch the model."
 )
+_serve_app.command("own")(from_options(_serve_own))
+federated_app.add_typer(_serve_app, name="serve")

@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -14,6 +14,8 @@ from manyhands.cli.command_options import argument, from_options, json_option, o
 from manyhands.errors import UserError, format_bytes, nearest
 
 if TYPE_CHECKING:
+    from manyhands.serving.model_server import ModelServer
+    from manyhands.task import Task
     from manyhands.workloads.exporting import Export
     from manyhands.workloads.predictor import Predictor, ReadAs
 
@@ -25,12 +27,31 @@ class _Model:
     run: Path = argument(..., "The run's directory, or a file of its exported model.", metavar="RUN")
 
 
+def _task_option() -> Any:
+    return option(
+        None, "Your own Task that trained it, such as my_module:task.", metavar="MODULE:NAME", shown=False
+    )
+
+
+def _own_task(text: str | None) -> Task | None:
+    from manyhands.workloads.own_task import own_task
+
+    return None if text is None else own_task(text)
+
+
+def _serve_words(run: Path, task: str | None) -> str:
+    return shlex.join(["manyhands", "serve", str(run), *(["--task", task] if task else [])])
+
+
 @dataclass(frozen=True)
 class _PredictOptions(_Model):
     source: str = argument(..., "File as above; words for glove; - is stdin for logreg.", metavar="INPUT")
     out: Path | None = option(None, "Write to this file.", metavar="FILE", shown="stdout")
     file_format: str = option("auto", "Format of INPUT: picture, npy, idx, json, libsvm or vw.", "--format")
-    skip_bad: bool = option(False, "For logreg: skip invalid lines and count them.", "--skip-bad")
+    skip_bad: bool = option(
+        False, "Of gbdt, logreg, svd and your own Task: skip invalid inputs and count them.", "--skip-bad"
+    )
+    task: str | None = _task_option()
 
 
 @from_options
@@ -40,11 +61,11 @@ def predict_command(asked: _PredictOptions) -> None:
     - digits, mnist: a picture (PNG and others, with Pillow), npy array, idx file or JSON array of images; the class
       and its probability.
 
-    - logreg: examples, LIBSVM or Vowpal Wabbit, plain or gzip; the probability of the larger label.
+    - logreg: examples as a table (CSV, Parquet), LIBSVM or Vowpal Wabbit; the probability of the larger label.
 
-    - gbdt: rows of numbers, LIBSVM, npy or Parquet; the prediction, or the probability of the larger label.
+    - gbdt: rows as a table (CSV, Parquet), LIBSVM or npy; the prediction, or the probability of the larger label.
 
-    - svd: rows of numbers, LIBSVM, npy or Parquet; their coordinates along the components.
+    - svd: rows as a table (CSV, Parquet), LIBSVM or npy; their coordinates along the components.
 
     - line: a text with a number on each line; y for each.
 
@@ -52,13 +73,15 @@ def predict_command(asked: _PredictOptions) -> None:
 
     - language, recurrent: see `manyhands generate`.
 
-    `manyhands serve RUN` answers the same over HTTP; `mh.load(RUN)` gives the module, also of your own Task.
+    - your own Task, by --task: a JSON array of inputs or an npy array; an answer as JSON on each line.
+
+    `manyhands serve RUN` answers the same over HTTP; `mh.load(RUN)` gives the module.
     """
     from manyhands.serving.opening import open_predictor
     from manyhands.workloads.predictor import ReadAs
 
     source, out = asked.source, asked.out
-    predictor = open_predictor(asked.run)
+    predictor = open_predictor(asked.run, _own_task(asked.task))
     cores = len(os.sched_getaffinity(0))
     read_as = ReadAs(format=asked.file_format, skip_bad=asked.skip_bad, threads=cores)
     try:
@@ -76,8 +99,10 @@ def predict_command(asked: _PredictOptions) -> None:
         raise UserError(f"predictions cannot be written to {out or 'stdout'}: {error.strerror}") from error
     if predictor.left_out:
         print(f"manyhands: {predictor.left_out} bad lines of {source} were skipped", file=sys.stderr)
-    again = shlex.join(["manyhands", "serve", str(asked.run)])
-    print(f"manyhands: {again} answers the same over HTTP", file=sys.stderr)
+    if predictor.new_texts:
+        new = f"{predictor.new_texts:,} values of {source} are categories that training did not have"
+        print(f"manyhands: {new}; they count as missing", file=sys.stderr)
+    print(f"manyhands: {_serve_words(asked.run, asked.task)} answers the same over HTTP", file=sys.stderr)
 
 
 def _write_answers(predictor: Predictor[Any], source: str, read_as: ReadAs, stream: TextIO) -> int:
@@ -133,6 +158,7 @@ class _ExportOptions:
     test: Path | None = option(
         None, "For logreg, which has no evaluation data: examples to test on.", metavar="FILE"
     )
+    task: str | None = _task_option()
     json_file: Path | None = json_option("Write the figures as JSON.")
 
 
@@ -150,11 +176,14 @@ def export_command(asked: _ExportOptions) -> None:
 
     formats = {
         "torch-export": "manyhands.serving.torch_predictors:export_program",
-        "safetensors": workload_of(asked.run)[1].exporter,
+        "safetensors": "manyhands.workloads.exporting:export_weights"
+        if asked.task
+        else workload_of(asked.run)[1].exporter,
     }
     if asked.file_format not in formats:
         raise UserError(f"--format {asked.file_format!r}: {nearest(asked.file_format, formats)}")
-    export: Export = load(formats[asked.file_format])(narrowed(ExportAsked, asked))
+    wanted = replace(narrowed(ExportAsked, asked), task=_own_task(asked.task))
+    export: Export = load(formats[asked.file_format])(wanted)
     write_json(asked.json_file, {**asdict(export), "path": str(export.path)})
     share = export.num_bytes / export.full_bytes if export.full_bytes else 1.0
     size = f"{format_bytes(export.num_bytes)}, {share:.0%} of single precision"
@@ -162,7 +191,7 @@ def export_command(asked: _ExportOptions) -> None:
     if export.largest_difference is None:
         _print_cost(export)
         print(f"model  {export.path}")
-        print(f"next  manyhands serve {export.path}")
+        print(f"next  {_serve_words(export.path, asked.task)}")
     else:
         print(f"it computes the same as the module; largest difference {export.largest_difference:.2g}")
         print(f"program  {export.path}")
@@ -187,7 +216,7 @@ def _print_cost(export: Export) -> None:
 
 @dataclass(frozen=True)
 class _ServeOptions(_Model):
-    workers: int = option(2, "Processes, each with a copy of the model.")
+    workers: int = option(2, "Processes, each with a copy of the model, or groups of them by --strategy.")
     batch: int = option(64, "Largest batch of inputs computed together.")
     wait: float = option(2.0, "Milliseconds a request waits for others to fill a batch.")
     deadline: float = option(30.0, "Seconds until an unanswered request gets a 503.")
@@ -196,6 +225,14 @@ class _ServeOptions(_Model):
     )
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 admits other machines, with the token.")
     port: int = option(0, "Port to listen on; 0: any free port.")
+    names: str = option("", "Further host names that clients use, separated by commas.", shown=False)
+    token: str | None = option(None, "Token that clients send.", envvar="MANYHANDS_TOKEN", shown="a new one")
+    task: str | None = _task_option()
+    strategy: str | None = option(
+        None,
+        "Cut the model over the processes of each worker: 'pipeline stages=2' or 'tensor slices=2'.",
+        shown="whole",
+    )
 
 
 @from_options
@@ -206,35 +243,52 @@ def serve_command(asked: _ServeOptions) -> None:
     """
     from manyhands.places.local.signals import ending
     from manyhands.serving.batching import BatchLimits
+    from manyhands.serving.model_parts import cut_predictor
     from manyhands.serving.model_server import ModelServer, ServeOptions
     from manyhands.serving.opening import open_predictor
     from manyhands.serving.page_app import require_web
-    from manyhands.transport.security import is_loopback
+    from manyhands.strategy import Strategy
 
     require_web()
     batches = BatchLimits(batch=asked.batch, wait_s=asked.wait / 1e3, deadline_s=asked.deadline)
-    options = ServeOptions(workers=asked.workers, host=asked.host, port=asked.port, batches=batches)
-    predictor = open_predictor(asked.run)
+    names = tuple(name.strip() for name in asked.names.split(",") if name.strip())
+    options = ServeOptions(
+        workers=asked.workers,
+        host=asked.host,
+        port=asked.port,
+        names=names,
+        token=asked.token,
+        batches=batches,
+    )
+    predictor = open_predictor(asked.run, _own_task(asked.task))
     predictor.check_precision(asked.precision)
     predictor.precision = asked.precision
+    if asked.strategy is not None:
+        cut_predictor(predictor, Strategy.parse(asked.strategy))
     try:
         with ending(), ModelServer(predictor, str(asked.run), options) as server:
-            body = shlex.quote(json.dumps({"inputs": [predictor.example]}))
-            print(f"page  {server.url}", file=sys.stderr)
-            print(
-                f"ask   curl -s {server.address}/predict -H 'Authorization: Bearer {server.token}' -d {body}",
-                file=sys.stderr,
-                flush=True,
-            )
-            if not is_loopback(asked.host):
-                print(
-                    f"manyhands: {asked.host} can be reached from other machines; anyone with the token can use it, "
-                    "and the traffic is not encrypted",
-                    file=sys.stderr,
-                )
-            print("Ctrl-C ends it", file=sys.stderr, flush=True)
+            _announce(server, predictor, asked)
             server.wait()
     except KeyboardInterrupt:
+        again = _serve_words(asked.run, asked.task)
+        print(f"manyhands: the server has ended; {again} starts it again", file=sys.stderr)
+
+
+def _announce(server: ModelServer, predictor: Predictor[Any], asked: _ServeOptions) -> None:
+    """How to ask, on stderr; a token that was given is not repeated, because logs are kept."""
+    from manyhands.transport.security import is_loopback
+
+    known = predictor.example is not None
+    body = shlex.quote(json.dumps({"inputs": [predictor.example]}) if known else '{"inputs": [...]}')
+    bearer = "'Authorization: Bearer " + server.token + "'"
+    if asked.token is not None:
+        bearer = '"Authorization: Bearer $MANYHANDS_TOKEN"'
+    print(f"page  {server.url if asked.token is None else server.address}", file=sys.stderr)
+    print(f"ask   curl -s {server.address}/predict -H {bearer} -d {body}", file=sys.stderr, flush=True)
+    if not is_loopback(asked.host):
         print(
-            f"manyhands: the server has ended; manyhands serve {asked.run} starts it again", file=sys.stderr
+            f"manyhands: {asked.host} can be reached from other machines; anyone with the token can use it, "
+            "and the traffic is not encrypted",
+            file=sys.stderr,
         )
+    print("Ctrl-C ends it", file=sys.stderr, flush=True)

@@ -52,6 +52,7 @@ __all__ = [
     "permutation",
     "share_of",
     "split",
+    "weighted_draw",
 ]
 
 Indices: TypeAlias = NDArray[np.int64]
@@ -190,6 +191,7 @@ def _kind(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
+_WEIGHTED = 1  # draws by weight are apart from the orders of epochs
 MAX_SEED = 2**64 - 1  # what torch.manual_seed takes, so that one seed serves both
 
 
@@ -197,6 +199,25 @@ def permutation(num_samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """The order in which `epoch` visits the samples: a pure, version-stable function of its arguments."""
     bits = np.random.Philox(np.random.SeedSequence(seed, spawn_key=(epoch,)))
     return np.argsort(bits.random_raw(num_samples), kind="stable").astype(np.int64, copy=False)
+
+
+def weighted_draw(
+    weights: NDArray[np.float64], count: int, seed: int, epoch: int, *, replacement: bool
+) -> NDArray[np.int64]:
+    """`count` samples in proportion to their weights, as `torch.utils.data.WeightedRandomSampler` draws them.
+
+    A pure function of its arguments. Without replacement, by the least of exponential times with the weights as rates.
+    """
+    bits = np.random.Philox(np.random.SeedSequence(seed, spawn_key=(epoch, _WEIGHTED)))
+    drawn = ((bits.random_raw(count if replacement else len(weights)) >> np.uint64(11)) + 0.5) * 2.0**-53
+    if replacement:
+        ends = np.cumsum(weights)
+        found = np.searchsorted(ends, drawn * ends[-1], side="right")
+        last = int(np.flatnonzero(weights)[-1])  # where rounding leads beyond it
+        return np.asarray(np.minimum(found, last), dtype=np.int64)
+    with np.errstate(divide="ignore"):
+        times = -np.log(drawn) / weights  # a weight of 0 never comes
+    return np.argsort(times, kind="stable")[:count].astype(np.int64, copy=False)
 
 
 def split(count: int, worker_rank: int, num_workers: int) -> range:
@@ -211,15 +232,25 @@ def split(count: int, worker_rank: int, num_workers: int) -> range:
 
 
 class BatchPlan:
-    """Global batches numbered by step, for ever; only the order of the epoch asked for last is kept."""
+    """Global batches numbered by step, for ever; only the order of the epoch asked for last is kept.
 
-    def __init__(self, num_samples: int, batch_size: int, seed: int) -> None:
+    `order` gives the samples of an epoch, `num_samples` of them; by default all, shuffled.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        seed: int,
+        order: Callable[[int], NDArray[np.int64]] | None = None,
+    ) -> None:
         for field, value in (("num_samples", num_samples), ("batch_size", batch_size)):
             if value < 1:
                 raise UserError(f"{field} is {value}; it must be at least 1")
         if not 0 <= seed <= MAX_SEED:
             raise UserError(f"seed is {seed}; it must be in 0..{MAX_SEED}")
         self.num_samples, self.batch_size, self.seed = num_samples, batch_size, seed
+        self._order_of = order or partial(permutation, num_samples, seed)
         self._epoch = -1
         self._order: NDArray[np.int64] = np.empty(0, np.int64)
 
@@ -240,7 +271,7 @@ class BatchPlan:
         span = self._span(step)
         epoch = self.epoch(step)
         if epoch != self._epoch:
-            self._order = permutation(self.num_samples, self.seed, epoch)
+            self._order = self._order_of(epoch)
             self._order.flags.writeable = False
             self._epoch = epoch
         return self._order[span.start : span.stop]

@@ -21,11 +21,11 @@ import struct
 import sysconfig
 import tokenize
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,9 +45,12 @@ __all__ = [
     "read_idx",
     "read_images",
     "read_text",
+    "read_values",
     "standard_library_text",
     "windows",
 ]
+
+_Values = TypeVar("_Values")
 
 IMAGE_FORMATS = ("auto", "picture", "npy", "idx", "json")
 VOCABULARY = 256
@@ -287,16 +290,34 @@ class ImageShape:
 
 def read_images(path: str, shape: ImageShape, form: str = "auto") -> NDArray[np.float32]:
     """The images in a file; a DataError names the file and what is wrong with it."""
+    return _read(path, form, lambda file, found: _READERS[found](file, shape))
+
+
+def read_values(path: str, form: str = "auto") -> Sequence[Any]:
+    """The values in a JSON array, or the rows of an npy array; a DataError as above."""
+
+    def read(file: Path, found: str) -> Sequence[Any]:
+        if found not in ("json", "npy"):
+            raise ValueError("it is neither a JSON array of inputs nor an npy file")
+        values = _json(file) if found == "json" else np.atleast_1d(_npy(file))
+        if not len(values):
+            raise ValueError("it holds no input")
+        return values  # type: ignore[return-value] # an array is a sequence of its rows
+
+    return _read(path, form, read)
+
+
+def _read(path: str, form: str, read: Callable[[Path, str], _Values]) -> _Values:
     file = Path(path)
     if form == "auto":
         if file.is_dir():
-            raise DataError(f"{file} is a directory; name one file of images")
+            raise DataError(f"{file} is a directory; name one file")
         with DataFile(file) as opened:
             start = bytes(opened.up_to(8))
         form = "json" if start.lstrip()[:1] in (b"[", b"{") else "picture"
         form = "npy" if start.startswith(b"\x93NUMPY") else "idx" if start.startswith(b"\0\0") else form
     try:
-        return _READERS[form](file, shape)
+        return read(file, form)
     except UserError:
         raise
     except ValueError as error:
@@ -337,7 +358,7 @@ def _picture(file: Path, shape: ImageShape) -> NDArray[np.float32]:
     return shape.images(grey * np.float32(shape.white / 255))
 
 
-def _npy(file: Path, shape: ImageShape) -> NDArray[np.float32]:
+def _npy(file: Path) -> NDArray[Any]:
     with DataFile(file) as opened:
         content = opened.rest(_LIMIT_BYTES)
     stream = io.BytesIO(content)
@@ -353,12 +374,12 @@ def _npy(file: Path, shape: ImageShape) -> NDArray[np.float32]:
             promised = f"{format_bytes(wanted)} of {dtype}"
             raise ValueError(f"its header announces {promised}, but {format_bytes(held)} follow")
         array = np.frombuffer(content, dtype, offset=stream.tell())
-        return shape.images(array.reshape(sizes, order="F" if by_columns else "C"))
+        return array.reshape(sizes, order="F" if by_columns else "C")
     except (SyntaxError, TypeError, OverflowError, RecursionError, tokenize.TokenError) as error:
         raise ValueError(f"it is not an npy file: {error}") from error
 
 
-def _json(file: Path, shape: ImageShape) -> NDArray[np.float32]:
+def _json(file: Path) -> list[Any]:
     with DataFile(file) as opened:
         content = bytes(opened.rest(_LIMIT_BYTES))
     try:
@@ -368,13 +389,13 @@ def _json(file: Path, shape: ImageShape) -> NDArray[np.float32]:
     if isinstance(value, dict):
         value = value.get("inputs")
     if not isinstance(value, list):
-        raise ValueError('it must be an array of images, or {"inputs": [...]}')
-    return shape.images(value)
+        raise ValueError('it must be an array of inputs, or {"inputs": [...]}')
+    return value
 
 
 _READERS: dict[str, Callable[[Path, ImageShape], NDArray[np.float32]]] = {
     "picture": _picture,
-    "npy": _npy,
+    "npy": lambda file, shape: shape.images(_npy(file)),
     "idx": lambda file, shape: shape.images(read_idx(file)),
-    "json": _json,
+    "json": lambda file, shape: shape.images(_json(file)),
 }

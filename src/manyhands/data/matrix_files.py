@@ -1,19 +1,14 @@
-"""Matrices in files of any size, read forward as blocks of rows: LIBSVM text (plain or gzip), npy, Parquet.
+"""Matrices in files of any size, read forward as blocks of rows: LIBSVM text (plain or gzip) and npy.
 
-file = open_matrix("table.parquet", label="price")
-for block in file.blocks(1 << 24):
-    learn(block.dense(file.columns), block.labels)
-
-The first bytes of a file tell the format. No more is held than a few blocks; where rows are needed again and in any
-order, as in several passes by several processes, `stored_matrix` keeps them so.
+`table_files.open_matrix` opens these and tables. No more is held than a few blocks; where rows are needed again and in
+any order, as in several passes by several processes, `stored_matrix` keeps them so.
 """
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -22,16 +17,16 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from manyhands.data.file_reader import DataFile
 from manyhands.data.row_files import Reading, RowFile, Rows
-from manyhands.errors import DataError, UserError, first_line, nearest
+from manyhands.data.table_encoding import TableEncoding
+from manyhands.errors import DataError, UserError, first_line
 
-__all__ = ["BLOCK_BYTES", "MatrixBlock", "MatrixFile", "NpyMatrix", "OnBytes", "ParquetMatrix", "open_matrix"]
+__all__ = ["AS_SINGLE", "BLOCK_BYTES", "LibsvmMatrix", "MatrixBlock", "MatrixFile", "NpyMatrix", "OnBytes"]
 
 OnBytes = Callable[[int], None]  # gets the bytes that have been read, a block at a time
 BLOCK_BYTES: Final = 1 << 24
 _TEXT_BLOCK_BYTES: Final = 1 << 22
-_AS_SINGLE = "?", "b", "B", "h", "H", "e", "f"  # types whose values single precision holds
+AS_SINGLE = "?", "b", "B", "h", "H", "e", "f"  # types whose values single precision holds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,6 +60,8 @@ class MatrixFile(ABC):
     rows: int | None  # None where only reading tells, as of text
     columns: int | None  # of the matrix, without labels; None where only reading tells
     names: tuple[str, ...] | None = None  # of the columns, where they have some
+    encoding: TableEncoding | None = None  # of a table: how its columns became numbers
+    left_out: int = 0  # lines or rows of the last reading that were wrong and skipped
 
     @abstractmethod
     def blocks(
@@ -73,33 +70,11 @@ class MatrixFile(ABC):
         """All rows from the first, in blocks of about so many bytes (at least a row); DataError says what is wrong."""
 
 
-def open_matrix(path: Path | str, label: str | None = None) -> MatrixFile:
-    """A file by its first bytes; nothing but its head is read yet.
-
-    `label` is the column that holds labels: a name in Parquet, a number in npy (-1 is the last). LIBSVM has its own.
-    """
-    path = Path(path)
-    with DataFile(path) as file:
-        head, is_gzip = bytes(file.up_to(8)), file.is_gzip
-    if not head and not is_gzip:
-        raise DataError(f"{path} is empty; give a matrix as LIBSVM text, npy or Parquet")
-    kind = next((kind for magic, kind in _MAPPED.items() if head.startswith(magic)), None)
-    if kind is not None and is_gzip:
-        raise DataError(f"{path} is compressed by gzip and cannot be mapped; gunzip it first")
-    if kind is not None:
-        return kind(path, label)
-    if label is not None:
-        raise UserError(
-            f"label={label!r}: {path} is LIBSVM text, whose labels come first in each line; leave it out"
-        )
-    return LibsvmMatrix(path)
-
-
 class LibsvmMatrix(MatrixFile):
     """Labels and `index:value` pairs; column j has index j, so of a file that counts from 1 column 0 is empty."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, skip_bad: bool = False) -> None:
+        self.path, self._skip_bad = path, skip_bad
         self.rows = self.columns = None
 
     def blocks(
@@ -108,13 +83,15 @@ class LibsvmMatrix(MatrixFile):
         """CSR with labels, of at most `block_bytes` of text each, parsed by as many threads as there are cores."""
         reading = Reading(
             format="libsvm",
+            skip_bad=self._skip_bad,
             threads=len(os.sched_getaffinity(0)),
             block_bytes=max(1, min(block_bytes, _TEXT_BLOCK_BYTES)),
         )
-        begin = 0
-        for rows in RowFile(self.path, reading).blocks(on_bytes):
+        begin, file = 0, RowFile(self.path, reading)
+        for rows in file.blocks(on_bytes):
             yield MatrixBlock(begin=begin, rows=rows, labels=rows.labels)
             begin += len(rows)
+        self.left_out = file.bad_lines
 
 
 class NpyMatrix(MatrixFile):
@@ -153,7 +130,7 @@ class NpyMatrix(MatrixFile):
     ) -> Iterator[MatrixBlock]:
         """In single precision where that holds all values, else in double."""
         table, row_bytes = self.mapped(), self._width * self.dtype.itemsize
-        dtype = np.float32 if self.dtype.char in _AS_SINGLE else np.float64
+        dtype = np.float32 if self.dtype.char in AS_SINGLE else np.float64
         count = max(1, block_bytes // row_bytes)
         for begin in range(0, len(table), count):
             values = np.ascontiguousarray(table[begin : begin + count], dtype)
@@ -163,72 +140,6 @@ class NpyMatrix(MatrixFile):
             yield MatrixBlock(begin=begin, rows=values, labels=labels)
             if on_bytes is not None:
                 on_bytes(len(values) * row_bytes)
-
-
-class ParquetMatrix(MatrixFile):
-    """A table whose columns are numbers, all or those of `chosen`, in that order; null is NaN. Needs pyarrow."""
-
-    names: tuple[str, ...]
-    columns: int
-
-    def __init__(self, path: Path, label: str | None, chosen: Sequence[str] | None = None) -> None:
-        self.path, self.label = path, label
-        with _parquet(path) as file:
-            self.rows = int(file.metadata.num_rows)
-            fields = list(file.schema_arrow)
-        if chosen is not None:
-            fields = [field for field in fields if field.name in (*chosen, label)]
-        known = [field.name for field in fields]
-        if label is not None and label not in known:
-            raise UserError(f"label={label!r}: {path} has no such column; {nearest(label, known)}")
-        from pyarrow import types
-
-        for field in fields:
-            is_number = (types.is_integer, types.is_floating, types.is_boolean)
-            if not any(is_kind(field.type) for is_kind in is_number):
-                raise DataError(
-                    f"{path}: column {field.name!r} is {field.type}, not a number; leave it out or encode it as numbers"
-                )
-        names = tuple(name for name in known if name != label)
-        if not self.rows or not names:
-            raise DataError(
-                f"{path} has {self.rows} rows and {len(names)} columns; give at least one of each"
-            )
-        if len(set(names)) < len(names):
-            raise DataError(f"{path} has two columns of the same name; give each a name of its own")
-        self.names = names if chosen is None else tuple(chosen)
-        self.columns = len(self.names)
-        kinds = [np.dtype(field.type.to_pandas_dtype()).char for field in fields]
-        self._dtype = np.dtype(np.float32 if set(kinds) <= set(_AS_SINGLE) else np.float64)
-
-    def blocks(
-        self, block_bytes: int = BLOCK_BYTES, on_bytes: OnBytes | None = None
-    ) -> Iterator[MatrixBlock]:
-        row_bytes, begin = self.columns * self._dtype.itemsize, 0
-        with _parquet(self.path) as file:
-            wanted = [*self.names, *([self.label] if self.label is not None else [])]
-            batches = file.iter_batches(max(1, block_bytes // row_bytes), columns=wanted)
-            while True:
-                with _arrow_errors(self.path):
-                    batch = next(batches, None)
-                if batch is None:
-                    break
-                values = np.empty((len(batch), self.columns), self._dtype)
-                for place, name in enumerate(self.names):
-                    values[:, place] = _numbers(batch, name, self._dtype)
-                labels = None if self.label is None else _numbers(batch, self.label, np.dtype(np.float64))
-                yield MatrixBlock(begin=begin, rows=values, labels=labels)
-                begin += len(values)
-                if on_bytes is not None:
-                    on_bytes(values.nbytes)
-        if begin != self.rows:
-            raise DataError(
-                f"{self.path} is damaged: its header announces {self.rows} rows, but it has {begin}"
-            )
-
-
-# Formats that are mapped or read by their columns, by the first bytes of a file
-_MAPPED: dict[bytes, type[NpyMatrix | ParquetMatrix]] = {b"\x93NUMPY": NpyMatrix, b"PAR1": ParquetMatrix}
 
 
 def _npy_header(path: Path) -> tuple[np.dtype[Any], tuple[int, int], bool, int]:
@@ -261,29 +172,3 @@ def _npy_header(path: Path) -> tuple[np.dtype[Any], tuple[int, int], bool, int]:
             f"{path} is truncated: {shape} of {dtype} needs {num_bytes} bytes, but has {end - offset}"
         )
     return dtype, shape, is_column_major, offset
-
-
-def _parquet(path: Path) -> Any:
-    try:
-        from pyarrow import parquet
-    except ImportError as error:
-        raise UserError(f"{path} is Parquet, which needs pyarrow; pip install manyhands[parquet]") from error
-    with _arrow_errors(path):
-        return parquet.ParquetFile(path)
-
-
-@contextmanager
-def _arrow_errors(path: Path) -> Iterator[None]:
-    import pyarrow
-
-    try:
-        yield
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise DataError(f"{path} is not a Parquet file that can be read: {first_line(error)}") from error
-
-
-def _numbers(batch: Any, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
-    found = batch.column(name).to_numpy(zero_copy_only=False)
-    if found.dtype == object:  # booleans of which some are null
-        found = np.array([np.nan if value is None else value for value in found.tolist()], np.float64)
-    return np.asarray(found, dtype)

@@ -16,9 +16,18 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import default_collate
+from torch.utils.data import WeightedRandomSampler, default_collate
 
-from manyhands.data.batches import BatchPlan, BatchShares, BatchSource, IndexedShares, Share, share_of, split
+from manyhands.data.batches import (
+    BatchPlan,
+    BatchShares,
+    BatchSource,
+    IndexedShares,
+    Share,
+    share_of,
+    split,
+    weighted_draw,
+)
 from manyhands.data.own import WorkerData, own_data
 from manyhands.data.randomness import drawn_apart, mix, seed_all, seed_host
 from manyhands.errors import UserError
@@ -48,8 +57,9 @@ def batch_shares(
     seed: int,
     *,
     streams: bool,
+    sampler: WeightedRandomSampler | None = None,
 ) -> BatchShares:
-    """The batches of a task's data, which can only be iterated where it `streams`."""
+    """The batches of a task's data, which can only be iterated where it `streams`; `sampler` draws them by weight."""
     own, sizes = own_data(data), (batch_size, microbatches)
     shares: BatchShares | None = None
     if own is not None:
@@ -60,7 +70,12 @@ def batch_shares(
         return _DrawnApart(shares, seed)
     source = BatchSource(data, collate)
     found = sample_weights(weights, len(source)) if weights is not None else None
-    indexed = IndexedShares(source, BatchPlan(len(source), batch_size, seed), microbatches, found)
+    plan = BatchPlan(len(source), batch_size, seed)
+    if sampler is not None:
+        drawn = sample_weights(sampler.weights, len(source), "sampler.weights")
+        order = partial(weighted_draw, drawn, sampler.num_samples, seed, replacement=sampler.replacement)
+        plan = BatchPlan(sampler.num_samples, batch_size, seed, order)
+    indexed = IndexedShares(source, plan, microbatches, found)
     return indexed if source.gathers else _DrawnApart(indexed, seed)
 
 
@@ -223,20 +238,20 @@ class _Drawing:
         return list(islice(self._iterator, count))
 
 
-def sample_weights(weights: Any, samples: int) -> NDArray[np.float64]:
+def sample_weights(weights: Any, samples: int, name: str = "weights") -> NDArray[np.float64]:
     """One number of at least 0 for each sample, some of them above; a UserError says what they are instead."""
-    allowed = f"weights must be one number of at least 0 for each of the {samples} samples of data"
+    allowed = f"{name} must be one number of at least 0 for each of the {samples} samples of data"
     try:
         found = torch.as_tensor(weights).detach().cpu().to(torch.float64).numpy()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"weights is a {type(weights).__name__}; {allowed}") from error
+        raise UserError(f"{name} is a {type(weights).__name__}; {allowed}") from error
     if found.shape != (samples,):
-        raise UserError(f"weights has the shape {found.shape}; {allowed}")
+        raise UserError(f"{name} has the shape {found.shape}; {allowed}")
     if not (np.isfinite(found).all() and (found >= 0).all()):
         wrong = int(np.argmin(np.isfinite(found) & (found >= 0)))
-        raise UserError(f"weights[{wrong}] is {found[wrong]:g}; {allowed}")
+        raise UserError(f"{name}[{wrong}] is {found[wrong]:g}; {allowed}")
     if not found.any():
-        raise UserError("weights are all 0; some must be above 0")
+        raise UserError(f"{name} are all 0; some must be above 0")
     return found
 
 

@@ -128,6 +128,8 @@ class _Block:
 class RowFile:
     """A file of examples, `-` is stdin, to be read once; `bad_lines` and `lines` tell of the last reading."""
 
+    label_names: Sequence[str] | None = None  # what label 0, 1, … means, where labels are names
+
     def __init__(self, path: Path | str, reading: Reading | None = None) -> None:
         self.path, self.reading = str(path), reading or Reading()
         self.lines = self.bad_lines = 0

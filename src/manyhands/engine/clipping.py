@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from manyhands.engine.exchange import Exchange
 from manyhands.engine.kernel_task import AnyTask
@@ -15,7 +16,7 @@ from manyhands.errors import UserError
 from manyhands.strategy import Strategy
 from manyhands.task import Task
 
-__all__ = ["check_clipping", "clip", "clip_norm", "clip_own", "clippable"]
+__all__ = ["check_clipping", "clip", "clip_norm", "clip_own", "clippable", "gradient_norm", "logged"]
 
 _EPSILON: Final = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -45,6 +46,32 @@ def clip(task: Task, exchange: Exchange, model: nn.Module) -> None:
         clip_own(task, model)
 
 
+def logged(
+    names: Sequence[str], exchange: Exchange, model: nn.Module, optimizer: Optimizer
+) -> dict[str, float]:
+    """Collective, between `agree` and `apply`: what `Options.log` names, of this step."""
+    found: dict[str, float] = {}
+    if "lr" in names:
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+        found |= {f"lr_{place}" if place else "lr": rate for place, rate in enumerate(rates)}
+    if "grad_norm" in names:
+        found["grad_norm"] = gradient_norm(exchange, model)
+    return found
+
+
+def gradient_norm(exchange: Exchange, model: nn.Module) -> float:
+    """Collective, between `agree` and `apply`: the norm of the gradient of the whole batch."""
+    parts = exchange.parts
+    if parts is None:
+        held = (one.grad for one in clippable(model.parameters()))
+        return float(nn.utils.get_total_norm([one for one in held if one is not None]))
+    squares = 0.0
+    for gradient in parts.counted():  # accumulated in more than 16 bits
+        wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
+        squares += float(torch.linalg.vector_norm(gradient, dtype=wide)) ** 2
+    return math.sqrt(float(parts.total(torch.tensor([squares], dtype=torch.float64))) / parts.holders)
+
+
 def clip_norm(exchange: Exchange, model: nn.Module, max_norm: float) -> float:
     """Collective, between `agree` and `apply`: scale the gradient down to `max_norm`; returns the norm that it had.
 
@@ -53,11 +80,7 @@ def clip_norm(exchange: Exchange, model: nn.Module, max_norm: float) -> float:
     parts = exchange.parts
     if parts is None:
         return float(nn.utils.clip_grad_norm_(clippable(model.parameters()), max_norm))
-    squares = 0.0
-    for gradient in parts.counted():  # accumulated in more than 16 bits
-        wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
-        squares += float(torch.linalg.vector_norm(gradient, dtype=wide)) ** 2
-    norm = math.sqrt(float(parts.total(torch.tensor([squares], dtype=torch.float64))) / parts.holders)
+    norm = gradient_norm(exchange, model)
     scale = max_norm / (norm + _EPSILON)
     if not scale >= 1:
         for gradient in parts.held():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +25,9 @@ from manyhands.data.reading import Key, ReadShare, ShareReader, Upcoming, batch_
 from manyhands.engine.device import device_of, moved
 from manyhands.engine.dynamo import optimizer_of
 from manyhands.engine.kernel_task import AnyTask
+from manyhands.engine.metric_states import MetricUpdates
 from manyhands.engine.options import EarlyStopping, Slowdown
+from manyhands.engine.profiler import ProfiledSteps
 from manyhands.errors import UserError
 from manyhands.places.local.forking import LOADERS_VARIABLE
 from manyhands.places.local.loaders import Loaders
@@ -52,9 +54,13 @@ class TrainingPlan:
     evaluate_every: int  # evaluate after every so many steps, and at the end
     checkpoint_every: int  # save after every so many steps and at the end; 0: never
     stopping: EarlyStopping | None = None
+    restore_best: bool = False  # the run ends with the weights of the best evaluation
+    log: tuple[str, ...] = ()  # what rows of steps tell besides: see `Options.log`
+    profiled: ProfiledSteps | None = None  # what `TorchProfiler` asks for
     slow: Slowdown | None = None
     device: str = "cpu"
     autocast: bool = False  # compute in bfloat16 where torch's autocast finds that safe
+    half: bool = False  # in float16 instead, with a scaled loss
     compile: bool = False  # let torch.compile make the model faster
     # How the workers' buffers become the same before they are used: see `Options.buffers`
     buffers: str = "broadcast"
@@ -92,10 +98,11 @@ class Computer:
         assert isinstance(plan.task, Task), "a compiled task computes its own steps"
         self.task = task = plan.task
         made_of = task.data, task.collate, task.batch_size, task.microbatches, task.weights, plan.seed
-        self._make_shares = partial(batch_shares, *made_of, streams=task.streams)
+        self._make_shares = partial(batch_shares, *made_of, streams=task.streams, sampler=task.sampler)
         self._shares = self._make_shares()
         self.batch_samples = 0  # in the global batch that was shared out last
         self.reader = NumberReader(self.device)
+        self.loss_scale = 1.0  # of every loss that is differentiated, and not of those that are reported
 
     def build(self, first_step: int = 0, *, on_host: bool = False) -> Built:
         """Model, optimizer and schedule as before `first_step`, untrained; on the worker's device unless `on_host`."""
@@ -179,7 +186,8 @@ class Computer:
             with nullcontext() if number == len(share.pieces) else accumulate():
                 loss = self.loss(model, batch, piece, share)
                 answer = self.reader.ask(loss)
-                backward(loss if piece.weight == 1 else loss * piece.weight, share.weight)
+                weight = piece.weight * self.loss_scale
+                backward(loss if weight == 1 else loss * weight, share.weight)
             value += answer() * piece.weight
         self.slow_down(step, time.monotonic() - begin)
         return Computed(loss=value, share=share.weight, samples=share.samples, input_ns=input_ns)
@@ -207,24 +215,32 @@ class Computer:
         """Means over (this part of) the evaluation data and the samples; None without data. `total` sums over parts."""
         if self.task.evaluation is None:
             return None
-        functions = self.measures()
+        functions, stateful = self.measures(), self.task.stateful_metrics
         totals = torch.zeros(len(functions) + 1, dtype=torch.float64)
+        updates = MetricUpdates(stateful, part, parts)
         model.eval()
         with torch.no_grad(), self.precision():
             for piece in self.evaluation_batches(part, parts):
                 batch = self.fetch(piece)
                 for column, function in enumerate(functions.values()):
                     totals[column] += float(function(model, batch)) * piece.samples
+                for name, metric in stateful.items():
+                    updates.add(name, metric.arguments(model, batch))
                 totals[-1] += piece.samples
         model.train()
-        return self.means(total(totals) if total is not None else totals)
+        values = updates.values(total if parts > 1 else None)
+        return self.means(total(totals) if total is not None else totals, values)
 
     def measures(self) -> dict[str, Metric]:
+        """The loss and the metrics that are means over batches."""
+
         def mean_loss(model: nn.Module, batch: Any) -> Tensor:
             loss = self.task.loss(model, batch)
             return loss if self.task.weights is None else loss.mean()  # evaluation data all weigh the same
 
-        return {"evaluation_loss": mean_loss, **self.task.metrics}
+        stateful = self.task.stateful_metrics
+        plain = {name: one for name, one in self.task.metrics.items() if name not in stateful}
+        return {"evaluation_loss": mean_loss, **plain}
 
     def evaluation_batches(self, part: int = 0, parts: int = 1) -> Iterator[Microbatch]:
         """Every `parts`-th batch of the evaluation data, from number `part` on."""
@@ -235,10 +251,14 @@ class Computer:
                 indices = range(first, min(first + task.batch_size, len(source)))
                 yield Microbatch(samples=len(indices), weight=1.0, fetch=partial(source.fetch, indices))
 
-    def means(self, totals: Tensor) -> tuple[dict[str, float], int]:
-        """From the sum of each measure over samples, and their number last: the means, and that number."""
+    def means(self, totals: Tensor, values: Mapping[str, float]) -> tuple[dict[str, float], int]:
+        """From the sum of each measure over samples, and their number last: the means, with `values`; and that number.
+
+        They come in the task's order.
+        """
         means = (totals[:-1] / totals[-1]).tolist()
-        return dict(zip(self.measures(), means, strict=True)), int(totals[-1])
+        found = {**dict(zip(self.measures(), means, strict=True)), **values}
+        return {name: found[name] for name in ("evaluation_loss", *self.task.metrics)}, int(totals[-1])
 
     def loss(self, model: nn.Module, batch: Any, piece: Microbatch, share: Share) -> Tensor:
         """The weighted mean loss of a piece; of a sum, times the batch's size, so that weighted pieces add up."""
@@ -261,7 +281,7 @@ class Computer:
     def precision(self) -> AbstractContextManager[object]:
         if not self.plan.autocast:
             return nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        return torch.autocast(self.device.type, dtype=torch.float16 if self.plan.half else torch.bfloat16)
 
 
 class NumberReader:

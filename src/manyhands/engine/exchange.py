@@ -9,6 +9,8 @@ methods of `Exchange`; what only some can do is a capability, a small value that
     hooks     where gradients arrive, for a caller's own loop and for accumulation
     parts     the gradient, where a worker holds parts of it
     kept      what a resumed run needs besides model and optimizer
+    cut       the model, where a worker of a caller's own loop holds a part of it
+    runner    forward and backward of a caller's own batch, where nobody can call the model
     average   parameters that are synchronized after some steps, not after each
     members   workers that come and go
     rounds    steps that are rounds of clients
@@ -39,6 +41,9 @@ from manyhands.transport.liveness import Alarm
 
 __all__ = [
     "NO_GRADIENT",
+    "BatchPiece",
+    "BatchRunner",
+    "CutModel",
     "Exchange",
     "ExchangeState",
     "GradientParts",
@@ -179,6 +184,7 @@ class WorkerPart:
 
     index: int  # which part of each global batch this worker computes on
     count: int  # how many parts a batch has: fewer than workers where several share the work on one
+    speaks: bool = True  # whether this worker's results count, of several that share the work on one
     # Groups of workers whose parameters must be equal after every step; empty where none holds copies
     copies: Sequence[Sequence[int]] = ()
     # After `attach`: every parameter by name, in one order on all workers; None for one that is remote
@@ -237,6 +243,42 @@ class ExchangeState:
     gather: Callable[[], Mapping[str, Any]]
     # After `attach`, on every worker of a resumed run: load what `gather` gave
     load: Callable[[Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CutModel:
+    """In a caller's own loop, where each worker holds a part of the model: how whole states come into the parts.
+
+    The user's optimizer lists what this worker holds, and its `step` is that of the strategy.
+    """
+
+    # Turns a whole `state_dict()` of the model into what this worker's model loads, in place
+    begin_load: Callable[[dict[str, torch.Tensor]], None]
+    end_load: Callable[[], None]  # the model has loaded what `begin_load` left
+    # What this worker's optimizer loads of a whole `state_dict()`
+    optimizer_part: Callable[[Mapping[str, Any]], dict[str, Any]]
+    # After `close`: the model is a plain one again, with these values
+    make_whole: Callable[[Mapping[str, torch.Tensor]], None]
+    # Collective: takes part in what others do until every worker is here, where that is needed
+    arrive: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchPiece:
+    """A part of a caller's batch, which weighs `weight` of it."""
+
+    batch: Any
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchRunner:
+    """Where workers compute a batch together by a schedule, so that the model cannot be called."""
+
+    pieces: int  # into how many a batch is cut, if it has so many samples
+    # Collective: forward and, where gradients are enabled, backward of `loss(model, batch)`; the mean loss of this
+    # worker's share of the batch, 0 on a worker that does not speak for it
+    run: Callable[[Sequence[BatchPiece], Callable[..., torch.Tensor | float]], float]
 
 
 class ChangingWorkers(Protocol):
@@ -322,11 +364,15 @@ class Exchange(ABC):
     builds_on_host: ClassVar[bool] = False
     # Whether `apply` moves the parameters without the optimizer's own `step`, which must then do nothing
     steps_itself: ClassVar[bool] = False
+    # Whether each worker of a caller's own loop holds a part of the model; `cut` is set by `attach` then
+    cuts_model: ClassVar[bool] = False
     meter: Meter = Meter()
     hooks: GradientHooks | None = None  # set by `attach`
     # None: between `agree` and `apply` each parameter's `grad` is the whole
     parts: GradientParts | None = None
     kept: ExchangeState | None = None
+    cut: CutModel | None = None  # set by `attach`
+    runner: BatchRunner | None = None  # set by `attach`
     # Collective when due: after the optimizer's step, synchronize the parameters; returns whether it was due. With
     # True, at the end of a caller's loop, it is due if any step was taken since the last synchronization.
     average: Callable[[bool], bool] | None = None

@@ -39,8 +39,15 @@ SYNCHRONIZE: Final = "synchronize"
 BUFFERS: Final = ("broadcast", MEAN, SYNCHRONIZE)
 """What `Options.buffers` may be."""
 
+HALF: Final = "float16"
+PRECISIONS: Final = ("bfloat16", HALF)
+"""What `Options.autocast` may be; True is the first."""
+
 PROGRESS: Final = ("auto", "bar", "lines", "none")
 """What `Options.progress` may be."""
+
+LOGGED: Final = ("lr", "grad_norm")
+"""What `Options.log` may name."""
 
 TLS_VARIABLE = "MANYHANDS_TLS"
 """Where the environment names the folder of this host's certificate."""
@@ -63,12 +70,20 @@ class Options:
     """How many of the last checkpoints to keep; the best one is kept besides."""
     early_stopping: EarlyStopping | None = None
     """End the run when a metric of its evaluations no longer improves."""
+    restore_best: bool = False
+    """Return the weights of the best evaluation instead of the last ones: by the metric and mode of `early_stopping`,
+    or by the lowest `evaluation_loss`. `summary["best_step"]` says which, and `final` holds its metrics."""
+    log: Sequence[str] = ()
+    """What the row of each step tells besides: `lr`, the learning rate that it was taken with (of further groups of
+    parameters `lr_1`, …), and `grad_norm`, the norm of the gradient of the global batch before it is clipped; under
+    `local` and `hogwild`, of a worker's own."""
     slow: Slowdown | None = None
     """Slow a worker on purpose."""
     skip_nonfinite: bool = False
     """Leave out an update whose gradient is not finite, instead of ending the run; ps only."""
-    autocast: bool = False
-    """Compute in bfloat16 where torch's autocast finds that safe."""
+    autocast: bool | str = False
+    """Compute in bfloat16 where torch's autocast finds that safe; `float16`: in that, with a loss that is scaled as by
+    torch's `GradScaler`, whose row says `skipped` where a step was left out."""
     compile: bool = False
     """Let torch.compile make the model faster."""
     buffers: str = "broadcast"
@@ -122,12 +137,18 @@ class Options:
             raise UserError(f"check_every={self.check_every} must be at least 1, or 0 to compare nothing")
         if not self.timeout_s > 0:
             raise UserError(f"timeout_s={self.timeout_s} must be above 0")
+        if isinstance(self.autocast, str) and self.autocast not in PRECISIONS:
+            raise UserError(f"autocast={self.autocast!r}: {nearest(self.autocast, PRECISIONS)}")
         if self.buffers not in BUFFERS:
             raise UserError(f"buffers={self.buffers!r} is not known; {nearest(str(self.buffers), BUFFERS)}")
         if self.progress not in PROGRESS:
             raise UserError(f"progress={self.progress!r}: {nearest(str(self.progress), PROGRESS)}")
         if self.insecure and self.tls is not None:
             raise UserError("tls and insecure were both given; leave out one")
+        for name in (self.log,) if isinstance(self.log, str) else self.log:
+            if name not in LOGGED or isinstance(self.log, str):
+                allowed = f"give some of {', '.join(LOGGED)} as a list"
+                raise UserError(f"log={self.log!r}: {name!r} cannot be logged so; {allowed}")
         check_watchdog_s(self.watchdog_s)
         for callback in self.callbacks:
             if not isinstance(callback, Callback):
@@ -252,6 +273,20 @@ class StoppingCount:
         else:
             self._left -= 1
         return self._left <= 0
+
+    def better(self, metrics: Mapping[str, float]) -> bool:
+        """Whether an evaluation is better than the best so far."""
+        score = self.score(metrics)
+        return not math.isnan(score) and not score >= self.score({self._rule.metric: self._best})
+
+    def score(self, metrics: Mapping[str, float]) -> float:
+        """Lower for a better evaluation; not a number where it has no such metric."""
+        value = metrics.get(self._rule.metric, math.nan)
+        return value if self._rule.mode == "min" else -value
+
+    @property
+    def best(self) -> str:
+        return f"{self._rule.metric} {self._best:.6g} after step {self.best_step}"
 
     @property
     def sentence(self) -> str:

@@ -191,5 +191,15 @@ def _terms(request: Request, model: nn.Module) -> tuple[Term, ...]:
     versions = config.pop("versions")
     first = {name: config.pop(name) for name in ("task", "strategy", "steps", "seed")}
     first |= {name: versions[name] for name in ("manyhands", "torch")}
-    of_plan = ("stopping", "autocast", "compile", "buffers", "check_every", "slow")
+    of_plan = (
+        "stopping",
+        "restore_best",
+        "log",
+        "autocast",
+        "half",
+        "compile",
+        "buffers",
+        "check_every",
+        "slow",
+    )
     return terms_of({**first, **config, **{name: getattr(request.plan, name) for name in of_plan}})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +16,8 @@ from manyhands.data.store.atomic import WriteFailed
 from manyhands.data.store.checkpoint import CheckpointStore, Snapshot
 from manyhands.engine.computing import TrainingPlan
 from manyhands.engine.exchange import ExchangeState, Meter, MicrobatchTime, PeerTraffic, Traffic
-from manyhands.engine.options import StoppingCount
+from manyhands.engine.loss_scaling import LossScale
+from manyhands.engine.options import EarlyStopping, StoppingCount
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import EventKind
 from manyhands.places.local.control import RoleContext, TypedNotes
@@ -48,6 +49,7 @@ class WorkerNote:
     rows: tuple[Mapping[str, Any], ...] = ()
     saved: tuple[int, str] | None = None  # the step and the path
     notice: str | None = None
+    best_step: int | None = None  # the run ends with the weights that it had after this step
 
 
 NOTES = TypedNotes(WorkerNote)
@@ -126,18 +128,30 @@ class Reporter:
         self._evaluated: dict[str, float] = {}
         self._failed_to_save = False  # and reported it
         self._patience = StoppingCount(plan.stopping) if plan.stopping is not None else None
+        self._best = BestWeights(plan.stopping or EarlyStopping()) if plan.restore_best else None
         self._scheduler: LRScheduler | None = None
+        self._scale: LossScale | None = None
         self.saving = Traffic()  # what this worker sent for checkpoints
         # Of the newest steps: what a checkpoint is judged by where there is no evaluation
         self.loss = math.nan
 
     def begin(
-        self, step: int = 0, extra: Mapping[str, Any] | None = None, scheduler: LRScheduler | None = None
+        self,
+        step: int = 0,
+        extra: Mapping[str, Any] | None = None,
+        scheduler: LRScheduler | None = None,
+        scale: LossScale | None = None,
     ) -> None:
         """Start the clock, after `step` steps, with the checkpoint's `extra`; `scheduler` advances with evaluations."""
-        self._reached, self._scheduler, extra = step, scheduler, extra or {}
+        self._reached, self._scheduler, self._scale, extra = step, scheduler, scale, extra or {}
+        if scale is not None and "loss_scale" in extra:
+            scale.restore(extra["loss_scale"])
         if self._patience is not None and "early_stopping" in extra:
             self._patience.restore(extra["early_stopping"])
+        if self._best is not None and "best" in extra:
+            self._best.restore(extra["best"])
+            if self._peers.rank and not self._keeps_rows:
+                self._best.take(None)
         if scheduler is not None and "scheduler" in extra:
             scheduler.load_state_dict(extra["scheduler"])
         # Sent by a worker of this host that trained before this one joined, or the beginning
@@ -169,6 +183,9 @@ class Reporter:
         ends, due = False, is_due(before, step, plan.evaluate_every)
         if last or due:
             ends = self.evaluate(step, called, decides=due)
+            if due and self._best is not None and self._best.add(step, self._evaluated):
+                state = self._peers.model_state(model)
+                self._best.take(model.state_dict() if state is None and self._keeps_rows else state)
         self._reached = step  # only now: an interrupted evaluation is repeated
         last = last or ends
         if self._checkpoints and (last or is_due(before, step, plan.checkpoint_every)):
@@ -227,7 +244,7 @@ class Reporter:
             model=model_state,
             optimizer=optimizer_state,
             extra={"seed": self._plan.seed, **self._kept(), **kept},
-            score=self._evaluated.get("evaluation_loss", self.loss),
+            score=self._score,
             may_hold_infinity=frozenset(name for name, _ in model.named_buffers()),
         )
         try:
@@ -240,9 +257,31 @@ class Reporter:
             self._failed_to_save = True
         self._worker_context.record(EventKind.CHECKPOINT, begin, time.monotonic_ns() - begin, step=step - 1)
 
+    @property
+    def _score(self) -> float:
+        if self._best is not None and self._evaluated:
+            return self._best.count.score(self._evaluated)
+        return self._evaluated.get("evaluation_loss", self.loss)
+
+    def chosen(self, weights: Mapping[str, torch.Tensor] | None) -> Mapping[str, torch.Tensor] | None:
+        """The weights that the run ends with: those given, or of an evaluation better than the newest."""
+        best = self._best
+        if best is None or not best.count.best_step or best.count.better(self._evaluated):
+            return weights
+        if self._peers.rank == 0:
+            notice = f"the weights are those of the best evaluation: {best.count.best}"
+            self._worker_context.note(WorkerNote(notice=notice, best_step=best.count.best_step))
+        return best.weights
+
     def _kept(self) -> dict[str, Any]:
-        stopping = {"early_stopping": self._patience.state()} if self._patience is not None else {}
-        return {**stopping, **({"scheduler": self._scheduler.state_dict()} if self._scheduler else {})}
+        kept: dict[str, Any] = (
+            {"early_stopping": self._patience.state()} if self._patience is not None else {}
+        )
+        if self._best is not None and self._best.weights is not None:
+            kept["best"] = self._best.state()
+        if self._scale is not None:
+            kept["loss_scale"] = self._scale.state()
+        return {**kept, **({"scheduler": self._scheduler.state_dict()} if self._scheduler else {})}
 
     def for_newcomers(self) -> dict[str, Any]:
         """What a worker that joins now needs, as a checkpoint's `extra`; sends all rows first: it may lead."""
@@ -270,6 +309,31 @@ class Reporter:
             self._worker_context.note(WorkerNote(rows=tuple(self._rows)))
             self._rows = []
             self._rows_sent_ns = time.monotonic_ns()
+
+
+class BestWeights:
+    """The weights of the best evaluation so far, in the host's memory, on the worker that hands the model over."""
+
+    def __init__(self, rule: EarlyStopping) -> None:
+        self.count = StoppingCount(replace(rule, min_delta=0.0))
+        self.weights: dict[str, torch.Tensor] | None = None
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Whether the evaluation after `step` steps is the best; its weights are then to be taken."""
+        self.count.add(step, metrics)
+        return self.count.best_step == step
+
+    def take(self, state: Mapping[str, torch.Tensor] | None) -> None:
+        self.weights = None
+        if state is not None:
+            self.weights = {name: one.detach().to("cpu", copy=True) for name, one in state.items()}
+
+    def state(self) -> dict[str, Any]:
+        return {"count": self.count.state(), "weights": self.weights}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.count.restore(state["count"])
+        self.weights = dict(state["weights"])
 
 
 def is_due(before: int, step: int, every: int) -> bool:

@@ -15,7 +15,8 @@ from manyhands.data.store.rundir import parameter_shapes
 from manyhands.engine.clipping import check_clipping
 from manyhands.engine.computing import TrainingPlan
 from manyhands.engine.kernel_task import AnyTask
-from manyhands.engine.options import SYNCHRONIZE, EarlyStopping, Options
+from manyhands.engine.options import HALF, SYNCHRONIZE, Options
+from manyhands.engine.profiler import TorchProfiler
 from manyhands.errors import UserError, nearest
 from manyhands.native.version import __version__
 from manyhands.strategy import Strategy, check_count
@@ -89,7 +90,7 @@ class Request:
                 "whole batch; leave one of the two out"
             )
         _check_options(task, strategy, workers, options)
-        _check_heeded(task, strategy, options.early_stopping)
+        _check_heeded(task, strategy, options)
         samples = task.samples
         length.require_unit_of(strategy)
         if strategy.facts.counts_rounds:
@@ -100,6 +101,7 @@ class Request:
         else:
             per_epoch = BatchPlan(samples, task.batch_size, seed).batches_per_epoch
             steps = length.steps or (length.epochs or task.epochs) * per_epoch
+        strategy = strategy.for_run(task, steps, seed)
         smallest = min(task.batch_size, samples) if samples else task.batch_size
         if workers > smallest and strategy.facts.splits_batches and not task.compiled:
             warnings.warn(
@@ -115,9 +117,13 @@ class Request:
             evaluate_every=options.evaluate_every or per_epoch,
             checkpoint_every=1 if strategy.facts.saves_each_step else checkpoint_every,
             stopping=options.early_stopping,
+            restore_best=options.restore_best,
+            log=tuple(options.log),
+            profiled=next((one.profiled for one in _profilers(options)), None),
             slow=options.slow,
             device=device,
-            autocast=options.autocast,
+            autocast=bool(options.autocast),
+            half=options.autocast == HALF,
             compile=options.compile,
             buffers=options.buffers,
             check_every=options.check_every,
@@ -161,6 +167,12 @@ def _check_options(task: AnyTask, strategy: Strategy, workers: int, options: Opt
         )
     if options.slow is not None and options.slow.worker >= workers:
         raise UserError(f"slow: there is no worker {options.slow.worker}; workers are 0 to {workers - 1}")
+    _check_log(task, strategy, options)
+    if options.autocast == HALF and not facts.leaves_steps_out:
+        raise UserError(
+            f"autocast={HALF}: strategy {strategy} cannot leave out the steps whose scaled gradient overflows; use "
+            "autocast=True, which is bfloat16, or mirrored"
+        )
     why = facts.refused_buffers.get(options.buffers)
     if why is not None:
         raise UserError(
@@ -185,18 +197,39 @@ def _check_options(task: AnyTask, strategy: Strategy, workers: int, options: Opt
         )
 
 
-def _check_heeded(task: AnyTask, strategy: Strategy, stopping: EarlyStopping | None) -> None:
+def _profilers(options: Options) -> list[TorchProfiler]:
+    return [one for one in options.callbacks if isinstance(one, TorchProfiler)]
+
+
+def _check_log(task: AnyTask, strategy: Strategy, options: Options) -> None:
+    facts, profilers = strategy.facts, _profilers(options)
+    none = facts.cannot_log or ("its steps are compiled, and not torch's" if task.compiled else "")
+    if profilers and (none or len(profilers) > 1):
+        raise UserError(f"TorchProfiler: {none or 'a run takes one'}; leave it out")
+    for name in options.log:
+        why = none
+        if name == "grad_norm":
+            why = why or facts.cannot_clip or ("a round has no gradient" if facts.counts_rounds else "")
+        if why:
+            raise UserError(f"log={name}: {why}; leave it out")
+
+
+def _check_heeded(task: AnyTask, strategy: Strategy, options: Options) -> None:
     cannot = strategy.facts.cannot_heed_evaluations
     if isinstance(task, Task) and task.scheduler_metric is not None and cannot:
         raise UserError(
             f"task.scheduler_metric={task.scheduler_metric}: {cannot}; use another strategy, or a schedule by steps"
         )
+    stopping = options.early_stopping
+    for name, asked in (("early_stopping", stopping is not None), ("restore_best", options.restore_best)):
+        if asked and cannot:
+            raise UserError(f"{name}: {cannot}; use another strategy, or leave it out")
+        if asked and task.evaluation is None:
+            raise UserError(f"{name}: the task has no evaluation data; give evaluation= too")
+    if options.restore_best and task.compiled:
+        raise UserError("restore_best: a compiled step changes the one model in place; leave it out")
     if stopping is None:
         return
-    if cannot:
-        raise UserError(f"early_stopping: {cannot}; use another strategy, or leave it out")
-    if task.evaluation is None:
-        raise UserError("early_stopping: the task has no evaluation data; give evaluation= too")
     names = ["evaluation_loss", *task.metrics]
     if stopping.metric not in names:
         raise UserError(

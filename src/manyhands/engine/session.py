@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from signal import Signals
 from typing import Any
@@ -145,6 +146,7 @@ class _Session:
         self._began_s: float | None = None  # when training began, by what rows say of their time
         self.listeners = Listeners(request.options.callbacks)
         self._who_stops = ""
+        self._best_step: int | None = None
         if directory is not None:
             self._metrics: Backlog[Mapping[str, Any]] = Backlog(lambda rows: directory.metrics.append(*rows))
             self._members: Backlog[Mapping[str, Any]] = Backlog(lambda rows: directory.append_member(*rows))
@@ -166,6 +168,7 @@ class _Session:
             take_event=self._take_event,
             take_checkpoint=take_checkpoint,
             say=self._say,
+            take_best=partial(setattr, self, "_best_step"),
             stop_wanted=self._stop_wanted,
         )
         try:
@@ -300,8 +303,13 @@ class _Session:
             _log.warning(f"manyhands: ended by {number.name}; {kept}{how}")
 
     def _summarise(self, result: Result, wall_s: float) -> dict[str, Any]:
-        request, loss = self._request, final_loss(self.history)
-        final = {**({} if loss is None else {"loss": loss}), **final_metrics(self.history)}
+        request, rows = self._request, list(self.history)
+        if self._best_step is not None:  # the weights are those of that step
+            rows = [row for row in rows if row["step"] <= self._best_step]
+        loss = final_loss(rows)
+        observed = dict(result.observed)
+        measured = {**final_metrics(rows), **observed.pop("final", {})}
+        final = {**({} if loss is None else {"loss": loss}), **measured}
         seconds, samples = result.seconds, round(result.samples * request.plan.task.records_each)
         return {
             "task": request.plan.task.name,
@@ -321,6 +329,7 @@ class _Session:
             "messages_sent": result.sent.total.messages_sent,
             "sent": result.sent.to_dict(),
             "stopped_early": result.stopped_early,
+            **({} if self._best_step is None else {"best_step": self._best_step}),
             "notes": self._notes,
-            **result.observed,
+            **observed,
         }

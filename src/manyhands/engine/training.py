@@ -51,7 +51,8 @@ class Result:
     seconds: float  # of training alone, without starting processes
     stopped_early: bool = False
     sent: SentFor = field(default_factory=SentFor)  # by all workers together
-    # What the run's summary says besides: who computed, who waited, and whatever else the strategy can tell
+    # What the run's summary says besides: who computed, who waited, and whatever else the strategy can tell; `final`
+    # has measures besides those of the last evaluation
     observed: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -68,6 +69,7 @@ class Stage:
     take_event: Callable[[Mapping[str, Any]], None]  # something happened to a member of the run
     take_checkpoint: Callable[[int, Path], None]  # a checkpoint was written: after how many steps, and where
     say: Callable[[str], None]  # tells the user something, now and again in the summary
+    take_best: Callable[[int], None]  # the run ends with the weights that it had after so many steps
     stop_wanted: Callable[[], bool]  # whether the run is to end at the next step that it can end at
 
     def hear(self, note: WorkerNote, order: RowsInOrder | None = None) -> None:
@@ -77,6 +79,8 @@ class Stage:
             self.take_checkpoint(note.saved[0], Path(note.saved[1]))
         if note.notice is not None:
             self.say(note.notice)
+        if note.best_step is not None:
+            self.take_best(note.best_step)
 
     @property
     def run_path(self) -> Path | None:

@@ -9,22 +9,26 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.data.store.checkpoint import CheckpointStore, Loaded
 from manyhands.data.store.state_tree import restore_optimizer
 from manyhands.engine.buffers import make_alike, synchronize_batch_norms
-from manyhands.engine.clipping import clip
+from manyhands.engine.clipping import clip, logged
 from manyhands.engine.computing import Computer, TrainingPlan
 from manyhands.engine.desync_check import Agreement
 from manyhands.engine.exchange import Exchange, LocalStep, SentFor, SharedStep, Traffic
+from manyhands.engine.loss_scaling import LossScale, left_out, unscale
 from manyhands.engine.options import MEAN, SYNCHRONIZE
+from manyhands.engine.profiler import StepProfiler
 from manyhands.engine.reduction import require_reduction
 from manyhands.engine.reporting import Reporter, StepBook, WorkerContext, WorkerNote, is_due
 from manyhands.errors import NonFinite
@@ -72,7 +76,10 @@ class Trainer:
             plan, exchange, worker_context, checkpoints, evaluate, keeps_rows=keeps_rows, facts=facts
         )
         self._clips = self._computer.task.clips
+        self._scale = LossScale() if plan.half else None
+        self._profiler = StepProfiler(plan.profiled, self._worker)
         self.model: nn.Module  # once `run` has built it
+        self._optimizer: Optimizer
         self._samples = 0
         self._agreed_step = 0  # after which all held the same parameters
         self._course = Course()
@@ -82,7 +89,7 @@ class Trainer:
 
     def run(self, start: Loaded | None = None) -> Trained:
         """Train from `start`, whose tensors are taken out, to the end; NonFinite on the worker whose loss broke."""
-        with self._computer.loading_ahead():
+        with self._computer.loading_ahead(), closing(self._profiler):
             return self._run(start)
 
     def _run(self, start: Loaded | None) -> Trained:
@@ -101,12 +108,12 @@ class Trainer:
         part = exchange.part
         if self._plan.buffers == SYNCHRONIZE and part.count > 1:
             synchronize_batch_norms(model, part.total_in_step or exchange.total, part.index, part.count)
-        self.model = model
+        self.model, self._optimizer = model, optimizer
         model.train()
         self._agreed_step = first
         called = cast(nn.Module, torch.compile(model)) if self._plan.compile else model
         extra = start.extra if start is not None else None
-        self.reporter.begin(first, extra, built.metric_scheduler)
+        self.reporter.begin(first, extra, built.metric_scheduler, self._scale)
         self._samples = (extra or {}).get("samples", 0)
         if self._members is not None:
             self._members.on_join(lambda: {**self.reporter.for_newcomers(), "samples": self._samples})
@@ -144,7 +151,7 @@ class Trainer:
         before = exchange.meter.traffic()
         weights = exchange.model_state(model)
         self.reporter.saving += exchange.meter.traffic() - before
-        return self._trained(step, stopped, weights)
+        return self._trained(step, stopped, self.reporter.chosen(weights))
 
     def _non_finite(self, step: int, *, is_first: bool) -> NonFinite:
         since = "" if is_first else f"the update of step {step - 1}"
@@ -202,7 +209,11 @@ class Trainer:
         self.reporter.save_missing(step, self.model)
         worker_context.mark(step + 1, State.COMPUTING)
         meter, before = exchange.meter, exchange.meter.traffic()
+        if self._plan.profiled is not None:
+            self._profiler.before(step)
         begin = time.monotonic_ns()
+        if self._scale is not None:
+            self._computer.loss_scale = self._scale.scale
         mine = exchange.compute(self._computer, model, step)
         stop, last = worker_context.stop_requested(), step + 1 == self._plan.steps
         local = LocalStep(loss=mine.loss, share=mine.share, stop=stop, step=step, last=last)
@@ -214,12 +225,7 @@ class Trainer:
         shared = exchange.agree(local)
         agreed = time.monotonic_ns()
         times = meter.take_times()
-        if not shared.bad_workers:
-            if self._clips:
-                clip(self._computer.task, exchange, self.model)
-            exchange.apply()
-            if scheduler is not None:
-                scheduler.step()
+        facts = {} if shared.bad_workers else self._advance(scheduler)
         end = time.monotonic_ns()
         book = StepBook(worker_context.record, step, begin)
         book.input(mine.input_ns, mine.samples)
@@ -245,13 +251,32 @@ class Trainer:
             book.exchange(end, sent, exchange.wire)
             book.posts(times.posts, exchange.wire)
         book.end(end, mine.samples, shared.loss if shared.settled else mine.loss)
-        self._add_row(step, (end - begin) / 1e9, shared)
+        if self._plan.profiled is not None:
+            self._profiler.after()
+        self._add_row(step, (end - begin) / 1e9, shared, facts)
         return shared
 
-    def _add_row(self, step: int, seconds: float, shared: SharedStep) -> None:
+    def _advance(self, scheduler: LRScheduler | None) -> Mapping[str, Any]:
+        """Collective: take the step that was agreed on, unless a scaled gradient overflowed; what its row tells."""
+        exchange, scale, facts = self._exchange, self._scale, dict[str, Any]()
+        finite = scale is None or unscale(exchange, self.model, scale.scale)
+        if finite and self._plan.log:
+            facts |= logged(self._plan.log, exchange, self.model, self._optimizer)
+        if finite and self._clips:
+            clip(self._computer.task, exchange, self.model)
+        with nullcontext() if finite else left_out(self._optimizer):
+            exchange.apply()
+        if scale is not None:
+            scale.update(finite=finite)
+            facts |= {} if finite else {"skipped": True}
+        if scheduler is not None:
+            scheduler.step()
+        return facts
+
+    def _add_row(self, step: int, seconds: float, shared: SharedStep, facts: Mapping[str, Any]) -> None:
         rounds = self._exchange.rounds
         self._samples += self._computer.batch_samples if rounds is None else rounds.step_samples()
-        facts = rounds.row_facts() if rounds is not None else {}
+        facts = {**facts, **(rounds.row_facts() if rounds is not None else {})}
         self._unsettled.append({"step": step + 1, "seconds": seconds, "at_s": self.reporter.seconds, **facts})
         if not shared.settled or shared.bad_workers:
             return

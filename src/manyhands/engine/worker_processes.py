@@ -95,6 +95,11 @@ class ProcessTraining(Training):
         """In a helper's process, where the strategy has helpers: its whole part; returns its report."""
         raise NotImplementedError(f"{strategy} has no helpers")
 
+    @classmethod
+    def loop_exchange(cls, strategy: Any, resources: Resources) -> Exchange:
+        """One worker's exchange in a loop of the user's own."""
+        raise NotImplementedError(f"{strategy} is not for a loop of one's own, or joins it in its own way")
+
     def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
         """From the workers' final reports: the samples of the run, and extra entries of its summary."""
         return finished[0]["samples"], {}
@@ -255,6 +260,10 @@ class ExchangeTraining(ProcessTraining):
         """One worker's exchange of `strategy`, which is of this training's kind."""
 
     @classmethod
+    def loop_exchange(cls, strategy: Any, resources: Resources) -> Exchange:
+        return cls.exchange(strategy, resources)
+
+    @classmethod
     def exchange_across_hosts(cls, strategy: Any, resources: Resources) -> tuple[Exchange, Any]:
         """Among several hosts: one worker's end, and a collective for small words over the links, or None."""
         return cls.exchange(strategy, resources), None
@@ -282,6 +291,14 @@ class ExchangeTraining(ProcessTraining):
                 return trained, {"sent": trainer.sent().to_dict(), **exchange.summary()}
 
             yield train
+
+
+def loop_exchange(strategy: Strategy, resources: Resources) -> Exchange:
+    """One worker's exchange in a loop of the user's own; UserError where the strategy is not for one."""
+    kind = training_class(strategy)
+    if strategy.facts.instead_of_own_loop or not issubclass(kind, ProcessTraining):
+        kind = exchanging(strategy)
+    return kind.loop_exchange(strategy, resources)
 
 
 def exchanging(strategy: Strategy) -> type[ExchangeTraining]:

@@ -29,7 +29,7 @@ from typing import TypeAlias
 
 from manyhands.errors import UserError
 from manyhands.observe.analyse.serving_view import ReplicaState, ServingTally
-from manyhands.serving.model_replica import LENGTH, MAX_FRAME_BYTES
+from manyhands.serving.model_parts import LENGTH, MAX_FRAME_BYTES
 
 __all__ = [
     "BatchAction",
@@ -228,6 +228,11 @@ class Switchboard:
         self._number = 0
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a worker can answer, now or after its batch."""
+        return not self._closed and bool(self.core.free_workers or self.core.busy)
 
     def replicas(self) -> tuple[ReplicaState, ...]:
         # Copies: the page is drawn in another thread.

@@ -7,7 +7,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,9 @@ _MAX_HEADER_BYTES = 16 << 10
 class Listening:
     """A listening socket, its guard, and the URL with the guard's token."""
 
-    def __init__(self, host: str, port: int, what: str) -> None:
+    def __init__(
+        self, host: str, port: int, what: str, *, names: Iterable[str] = (), token: str | None = None
+    ) -> None:
         self.what = what  # what messages call it
         if not 0 <= port <= 65535:
             raise UserError(f"port {port} is not allowed; give 0 (any free port) to 65535")
@@ -38,8 +40,9 @@ class Listening:
         except OSError as error:
             why = f"{what} cannot listen on {host}:{port} ({error.strerror}); port 0 selects a free one"
             raise UserError(why) from error
-        names = {host} if is_loopback(host) else {host, socket.gethostname()}
-        self.guard = Guard(names=frozenset(map(str.lower, names)), any_address=not is_loopback(host))
+        known = {host, *names} if is_loopback(host) else {host, socket.gethostname(), *names}
+        given = {} if token is None else {"token": token}
+        self.guard = Guard(names=frozenset(map(str.lower, known)), any_address=not is_loopback(host), **given)
         shown = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
         self.address = f"http://{shown}:{self.socket.getsockname()[1]}"
         self.url = f"{self.address}/#token={self.guard.token}"

@@ -10,22 +10,19 @@ from __future__ import annotations
 import json
 import os
 import socket
-import struct
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.places.local.control import RoleContext
 from manyhands.places.local.packed_job import load
 from manyhands.places.local.status import State
+from manyhands.serving.model_parts import LENGTH, PartedModel, received
 from manyhands.workloads.predictor import Predictor
 
-__all__ = ["LENGTH", "MAX_FRAME_BYTES", "answer_batch", "answers_frame", "frame", "replica"]
-
-LENGTH = struct.Struct("!I")
-MAX_FRAME_BYTES = 1 << 28  # of a batch, and of its answers
+__all__ = ["answer_batch", "answers_frame", "frame", "replica"]
 
 _MOST_SHOWN = 500  # characters of an error message
 
@@ -34,15 +31,17 @@ def replica(context: RoleContext) -> None:
     import torch
 
     predictor: Predictor[Any] = load(context.descriptor("model"))
+    if isinstance(predictor.model, PartedModel):
+        predictor.model.open(context)
     predictor.prepare()
     connection = socket.socket(fileno=context.descriptor("requests"))
     with connection, connection.makefile("rb") as stream, torch.inference_mode():
-        predictor.answers(predictor.inputs([predictor.example]))  # warm up before the first request
+        predictor.warm()
         context.mark(0, State.SERVING)
         connection.sendall(frame({"ready": os.getpid()}))
         context.send({"ready": True})
-        while (batch := _received(stream)) is not None:
-            connection.sendall(answers_frame(answer_batch(predictor, batch)))
+        while (batch := received(stream)) is not None:
+            connection.sendall(answers_frame(answer_batch(predictor, json.loads(batch))))
 
 
 def answer_batch(predictor: Predictor[Any], bodies: Sequence[Any]) -> list[dict[str, Any]]:
@@ -52,8 +51,6 @@ def answer_batch(predictor: Predictor[Any], bodies: Sequence[Any]) -> list[dict[
     for number, body in enumerate(bodies):
         try:
             parts[number] = predictor.inputs(body["inputs"])
-        except UserError as error:
-            results[number] = {"status": 400, "error": str(error)[:_MOST_SHOWN]}
         except Exception as error:  # otherwise this worker would die of it, and the next one, too
             results[number] = _failed(error)
     results |= _computed(predictor, parts, [len(body["inputs"]) for body in bodies])
@@ -84,38 +81,35 @@ def _computed(
 
 
 def _failed(error: Exception) -> dict[str, Any]:
+    if isinstance(error, UserError):
+        return {"status": 400, "error": str(error)[:_MOST_SHOWN]}
     traceback.print_exception(error, file=sys.stderr)
-    return {"status": 500, "error": f"the model failed: {type(error).__name__}: {error}"[:_MOST_SHOWN]}
+    said = isinstance(error, ManyhandsError)
+    why = str(error) if said else f"the model failed: {type(error).__name__}: {error}"
+    return {"status": 500, "error": why[:_MOST_SHOWN]}
 
 
 def answers_frame(results: Sequence[dict[str, Any]]) -> bytes:
-    """Return the frame of a batch's answers; non-finite numbers, which JSON lacks, become an error."""
+    """Return the frame of a batch's answers; what JSON lacks, such as non-finite numbers, becomes an error."""
     try:
         return frame(results)
-    except ValueError:
+    except (ValueError, TypeError):
         pass
-    why = "the model's answer is not a finite number: the input is too large for it, or its training diverged"
-    finite = []
+    not_finite = (
+        "the model's answer is not a finite number: the input is too large for it, or its training diverged"
+    )
+    sent = []
     for one in results:
         try:
             frame(one)
-            finite.append(one)
+            sent.append(one)
         except ValueError:
-            finite.append({"status": 500, "error": why})
-    return frame(finite)
+            sent.append({"status": 500, "error": not_finite})
+        except TypeError as error:  # of a task's own `write_answer`
+            sent.append({"status": 500, "error": f"the model's answer is not JSON: {error}"[:_MOST_SHOWN]})
+    return frame(sent)
 
 
 def frame(value: Any) -> bytes:
     body = json.dumps(value, allow_nan=False).encode()
     return LENGTH.pack(len(body)) + body
-
-
-def _received(stream: BinaryIO) -> Any:
-    head = stream.read(LENGTH.size)
-    if len(head) < LENGTH.size:
-        return None
-    (length,) = LENGTH.unpack(head)
-    if length > MAX_FRAME_BYTES:
-        raise ManyhandsError(f"a frame announces {length} bytes; at most {MAX_FRAME_BYTES} are allowed")
-    body = stream.read(length)
-    return None if len(body) < length else json.loads(body)

@@ -5,10 +5,7 @@ client ──HTTP──► ModelApp ──► Switchboard ──batch──► w
 
 POST /predict   {"inputs": [...]} → {"answers": [...]}, one for each input, or {"error": "one sentence"}
 
-400 no JSON, no inputs, an input that the model cannot take, or headers that contradict themselves
-405 not a POST                          408 the body came too slowly
-401 the token is missing or wrong       403 another origin         413 too many bytes or inputs
-500 the model failed                    503 too many wait, or no worker could answer in time
+`routes` has the other addresses, and what each status means.
 """
 
 from __future__ import annotations
@@ -17,6 +14,7 @@ import asyncio
 import json
 import os
 import queue
+import re
 import socket
 import threading
 import time
@@ -34,15 +32,14 @@ from manyhands.places.local.template import warm
 from manyhands.serving import page_app
 from manyhands.serving.batching import BatchLimits, Switchboard
 from manyhands.serving.hosting import LOOPBACK, Listening, WebThread
-from manyhands.serving.model_replica import MAX_FRAME_BYTES, replica
+from manyhands.serving.model_parts import MAX_FRAME_BYTES, ModelParts
+from manyhands.serving.model_replica import replica
 from manyhands.serving.page_app import PageApp, Receive, RequestRefused, SendMessage
+from manyhands.serving.routes import MODEL_ROUTES, openapi
 from manyhands.wire.nesting import MOST_NESTED, json_depth
 from manyhands.workloads.predictor import Predictor
 
 __all__ = ["BodyLimits", "ModelApp", "ModelServer", "Replicas", "ServeOptions", "Staffing", "checked_body"]
-
-
-PREDICT = "/predict"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,24 +59,50 @@ class ModelApp:
     """The ASGI application; `page` shows the counters of `tally`."""
 
     def __init__(
-        self, switchboard: Switchboard, page: PageApp[Any], tally: ServingTally, limits: BodyLimits
+        self,
+        switchboard: Switchboard,
+        page: PageApp[Any],
+        tally: ServingTally,
+        limits: BodyLimits,
+        description: Mapping[str, Any],
     ) -> None:
         self._switchboard, self._page, self._tally, self._limits = switchboard, page, tally, limits
+        self._description = json.dumps(description).encode()
         self._held_bytes = 0
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: SendMessage) -> None:
-        if scope["type"] != "http" or scope["path"] != PREDICT:
+        route = MODEL_ROUTES.get(scope.get("path", ""))
+        if scope["type"] != "http" or route is None:
             await self._page(scope, receive, send)
             return
         begun = time.monotonic()
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         try:
-            self._page.guard.check(scope["method"], headers, methods=("POST",))
+            self._page.guard.check(
+                scope["method"], headers, methods=route.methods, needs_token=route.needs_token
+            )
         except RequestRefused as refused:  # of an unknown peer, and not counted
-            allow = {"allow": "POST"} if refused.status == 405 else {}
+            allow = {"allow": ", ".join(route.methods)} if refused.status == 405 else {}
             await self._refuse_unread(refused.status, _error(refused.sentence), allow, receive, send)
             return
-        scope.get("state", {}).get("know", lambda: None)()
+        if route.needs_token:
+            scope.get("state", {}).get("know", lambda: None)()
+        if route.method == "POST":
+            await self._answer(begun, headers, receive, send)
+        else:
+            status, content = self._status(scope["path"])
+            await _begin(send, status, content, {} if route.needs_token else {"connection": "close"})
+            await send({"type": "http.response.body", "body": content})
+
+    def _status(self, path: str) -> tuple[int, bytes]:
+        if path == "/openapi.json":
+            return 200, self._description
+        is_well = path == "/healthz" or self._switchboard.is_ready
+        return (200, b'{"status": "ok"}') if is_well else (503, b'{"status": "no worker can answer"}')
+
+    async def _answer(
+        self, begun: float, headers: Mapping[str, str], receive: Receive, send: SendMessage
+    ) -> None:
         body, size = _Body(), 0
         try:
             await self._read(body, headers, receive)
@@ -210,9 +233,10 @@ class Staffing:
 
 
 class Replicas:
-    """`count` processes that serve `predictor`; `start` returns when one answers, `stop` when all are gone.
+    """`count` workers that serve `predictor`; `start` returns when one answers, `stop` when all are gone.
 
-    All have the model as of the server's start: its weights are packed once, and every worker maps the same pages.
+    All have the model as of the server's start: its weights are packed once, and every worker maps the same pages. A
+    worker is a process, or several where the model is cut into parts; its number is that of the first.
     `on_start(worker, socket)` and `on_note(now, sentence, death)` are called in the thread of the replicas.
     """
 
@@ -226,6 +250,7 @@ class Replicas:
         self._predictor, self._count = predictor, count
         self._on_start, self._on_note = on_start, on_note
         self._last = 0
+        self._worker_of: dict[int, int] = {}  # by the number of a process
         self.to_kill: queue.SimpleQueue[int] = queue.SimpleQueue()  # workers, each of which is then replaced
         self._wanted = threading.Event()
         self._answers = threading.Event()
@@ -255,19 +280,20 @@ class Replicas:
     def _run(self) -> None:
         try:
             with ExitStack() as resources:
+                parts = ModelParts(self._predictor.model, resources)
                 packed = pack(self._predictor)
                 resources.callback(os.close, packed)
-                supervisor = Supervisor(num_members=self._count, start_timeout_s=START_S)
-                self._watch(resources.enter_context(supervisor), packed)
+                supervisor = Supervisor(num_members=self._count * parts.count, start_timeout_s=START_S)
+                self._watch(resources.enter_context(supervisor), packed, parts)
         except BaseException as failure:  # reported by `start`, and on the server's page
             self.failure = failure
         finally:
             self.ended.set()
 
-    def _watch(self, supervisor: Supervisor, packed: int) -> None:
+    def _watch(self, supervisor: Supervisor, packed: int, parts: ModelParts) -> None:
         staffing = Staffing()
         for _ in range(self._count):
-            self._start(supervisor, packed)
+            self._start(supervisor, packed, parts)
         while self._wanted.is_set():
             while not self.to_kill.empty():
                 supervisor.kill(self.to_kill.get())
@@ -281,22 +307,31 @@ class Replicas:
                         sentence = f"worker {worker} does not respond ({seen}); it is killed"
                         self._on_note(time.monotonic(), sentence, False)
                         supervisor.kill(worker)
-                    case Ended(member=worker):
-                        failure = event.failure
+                    case Ended(member=member, failure=failure) if member in self._worker_of:
+                        worker = self._worker_of[member]
+                        if failure is None and member != worker:
+                            continue  # its first process is gone, which says why
+                        for other in [one for one, its in self._worker_of.items() if its == worker]:
+                            del self._worker_of[other]
+                            supervisor.kill(other)
                         why = failure.sentence if failure is not None else f"{event.name} has ended"
                         self._on_note(time.monotonic(), f"{why}; a new one replaces it", True)
                         if not staffing.replaces(worker):
                             raise ManyhandsError(why)
-                        self._start(supervisor, packed)
+                        self._start(supervisor, packed, parts)
 
-    def _start(self, supervisor: Supervisor, packed: int) -> None:
-        self._last += 1
+    def _start(self, supervisor: Supervisor, packed: int, parts: ModelParts) -> None:
+        worker = self._last + 1
         ours, theirs = socket.socketpair()
-        with theirs:  # the worker has its copy; when it dies, ours must reach end of file
-            descriptors = {"model": packed, "requests": theirs.fileno()}
-            role = Role(name=f"worker {self._last}", target=replica, descriptors=descriptors)
-            supervisor.start(role, self._last)
-        self._on_start(self._last, ours)
+        with ExitStack() as copies:  # the worker has its own; when it dies, ours must reach end of file
+            copies.enter_context(theirs)
+            more, others = parts.roles(f"worker {worker}", copies)
+            descriptors = {"model": packed, "requests": theirs.fileno(), **more}
+            first = Role(name=f"worker {worker}", target=replica, descriptors=descriptors)
+            for role in (first, *others):
+                self._last += 1
+                self._worker_of[supervisor.start(role, self._last)] = worker
+        self._on_start(worker, ours)
 
 
 MOST_WORKERS = 256
@@ -317,12 +352,19 @@ class ServeOptions:
     workers: int = 2
     host: str = LOOPBACK
     port: int = 0
+    names: tuple[str, ...] = ()  # further names that clients reach the server by, as in the Host header
+    token: str | None = None  # None: a new one at every start
     batches: BatchLimits = field(default_factory=BatchLimits)
     bodies: BodyLimits = field(default_factory=BodyLimits)
 
     def __post_init__(self) -> None:
         if not 1 <= self.workers <= MOST_WORKERS:
             raise UserError(f"workers={self.workers} must be from 1 to {MOST_WORKERS}")
+        if self.token is not None and not _TOKEN.fullmatch(self.token):
+            raise UserError("the token must have at least 16 letters, digits or . _ ~ + / = -")
+
+
+_TOKEN = re.compile(r"[\w.~+/=-]{16,}", re.ASCII)
 
 
 class ModelServer:
@@ -334,7 +376,13 @@ class ModelServer:
 
         self._options = options or ServeOptions()
         self._predictor, self._model = predictor, model
-        self._listening = Listening(self._options.host, self._options.port, "the server")
+        self._listening = Listening(
+            self._options.host,
+            self._options.port,
+            "the server",
+            names=self._options.names,
+            token=self._options.token,
+        )
         self.url, self.address = self._listening.url, self._listening.address
         self.token = self._listening.guard.token
         self._tally = ServingTally(time.monotonic())
@@ -342,9 +390,11 @@ class ModelServer:
         self._switchboard = Switchboard(self._options.batches, self._tally, self._replicas.to_kill.put)
         guard = self._listening.guard
         self._page: PageApp[ServingView] = PageApp(self.view, guard, drawn.serving_metrics, drawn=_PAGE)
-        app = ModelApp(self._switchboard, self._page, self._tally, self._options.bodies)
+        bodies = self._options.bodies
+        about = openapi(predictor.task, predictor.takes, predictor.example, bodies.inputs)
+        app = ModelApp(self._switchboard, self._page, self._tally, bodies, about)
         self._web = WebThread(app, self._listening, room_here(_MOST_CONNECTIONS, _SHARE))
-        self._example = json.dumps(predictor.example)
+        self._example = json.dumps(predictor.example) if predictor.example is not None else "…"
 
     def __enter__(self) -> Self:
         self._web.start()

@@ -9,6 +9,9 @@ from safetensors import SafetensorError, safe_open
 
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import UserError
+from manyhands.serving.own_predictor import OwnPredictor
+from manyhands.task import Task
+from manyhands.workloads import exporting
 from manyhands.workloads.predictor import Predictor
 from manyhands.workloads.registry import WORKLOADS, Workload, find, load
 
@@ -18,9 +21,11 @@ _MODEL_FILE = "model.safetensors"
 _FORMATS = "manyhands."  # as in manyhands.logreg.1
 
 
-def open_predictor(path: str | Path) -> Predictor[Any]:
-    """Of a run's directory or a model file; UserError where it is neither, or of a user's own Task."""
+def open_predictor(path: str | Path, task: Task | None = None) -> Predictor[Any]:
+    """Of a run's directory or a model file, which `task` trained where that is the user's own; UserError otherwise."""
     place = Path(path)
+    if task is not None:
+        return OwnPredictor(exporting.load(place, task), task)
     name, workload = workload_of(place)
     predictor: Predictor[Any] = load(workload.predictor)(place)
     predictor.task = name
@@ -32,8 +37,8 @@ def workload_of(place: Path) -> tuple[str, Workload]:
     workload = find(name)
     if workload is None or not workload.predictor:
         raise UserError(
-            f"{place} belongs to task {name!r}, which is not built in, so its inputs are unknown; in Python, "
-            "mh.load(path, task=...) loads its module"
+            f"{place} belongs to task {name!r}, which is not built in; say where its Task is: --task "
+            "my_module:task, or open_predictor(path, task) in Python"
         )
     return name, workload
 

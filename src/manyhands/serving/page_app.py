@@ -35,6 +35,7 @@ from manyhands.errors import ManyhandsError, UserError
 from manyhands.observe.analyse.view import RunView
 from manyhands.observe.draw.page import PAGE_STYLE, report, sections, title_of
 from manyhands.observe.draw.paper import document
+from manyhands.serving.routes import PAGE_ROUTES
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -241,11 +242,12 @@ class PageApp(Generic[View]):
 
         path = scope["path"]
         try:
-            self.guard.check(scope["method"], headers, needs_token=path != "/")
+            needs_token = path not in PAGE_ROUTES or PAGE_ROUTES[path].needs_token
+            self.guard.check(scope["method"], headers, needs_token=needs_token)
         except RequestRefused as refused:
             allow = {"allow": "GET, HEAD"} if refused.status == 405 else None
             return PlainTextResponse(refused.sentence + "\n", refused.status, allow)
-        if path not in ("/", "/events", "/metrics", "/report"):
+        if path not in PAGE_ROUTES:
             return PlainTextResponse("No such page; the run is at /.\n", 404)
         if path == "/events" and scope["method"] == "HEAD":
             return PlainTextResponse("", media_type="text/event-stream")

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from manyhands.data.file_reader import IMAGE_FORMATS, VOCABULARY, ImageShape, decode, encode, read_images
 from manyhands.data.store.atomic import write_atomically
-from manyhands.errors import ManyhandsError, UserError, nearest
+from manyhands.errors import ManyhandsError, UserError, first_line, nearest
 from manyhands.serving.opening import open_predictor
 from manyhands.workloads.exporting import Export, ExportAsked, load, recorded_options, trained_steps
 from manyhands.workloads.predictor import ModulePredictor, Predictor, ReadAs
@@ -99,10 +100,10 @@ class ImagePredictor(ModulePredictor[NDArray[np.float32]]):
             for row in range(side)
         ]
 
-    def example_batch(self, count: int, seed: int = 0) -> Tensor:
+    def example_batch(self, count: int, seed: int = 0) -> tuple[Tensor]:
         side = self.shape.side
         drawn = torch.rand(count, 1, side, side, generator=torch.Generator().manual_seed(seed))
-        return drawn * self.shape.white
+        return (drawn * self.shape.white,)
 
 
 def open_images(path: Path) -> ImagePredictor:
@@ -159,9 +160,9 @@ class NumberPredictor(ModulePredictor[Numbers]):
     def example(self) -> Any:
         return 0.5
 
-    def example_batch(self, count: int, seed: int = 0) -> Tensor:
+    def example_batch(self, count: int, seed: int = 0) -> tuple[Tensor]:
         drawn = torch.rand(count, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-        return drawn * 2 - 1
+        return (drawn * 2 - 1,)
 
 
 def open_numbers(path: Path) -> NumberPredictor:
@@ -265,9 +266,9 @@ class TextGenerator(ModulePredictor[list[Prompt]]):
     def example(self) -> Any:
         return {"prompt": "def ", "length": 80}
 
-    def example_batch(self, count: int, seed: int = 0) -> Tensor:
+    def example_batch(self, count: int, seed: int = 0) -> tuple[Tensor]:
         drawn = torch.Generator().manual_seed(seed)
-        return torch.randint(0, VOCABULARY, (count, self.context), generator=drawn)
+        return (torch.randint(0, VOCABULARY, (count, self.context), generator=drawn),)
 
 
 def chosen(scores: Tensor, temperature: float, drawn_from: torch.Generator) -> int:
@@ -301,24 +302,21 @@ def export_program(asked: ExportAsked) -> Export:
         raise UserError(
             "--format torch-export writes the module as it is: leave --precision and --test out, or write safetensors"
         )
-    predictor = open_predictor(asked.run)
+    predictor = open_predictor(asked.run, asked.task)
     if not isinstance(predictor, ModulePredictor):
         raise UserError(
             f"{asked.run} belongs to task {predictor.task!r}, whose model is not a PyTorch module; leave --format out"
         )
     file = asked.target(PROGRAM_FILE)
-    stream = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about LSTM's list of weights, which export sets and restores
-        example, sizes = (predictor.example_batch(_MADE_FROM),), ({0: torch.export.Dim("batch")},)
-        torch.export.save(torch.export.export(predictor.model, example, dynamic_shapes=sizes), stream)
-    content, difference = stream.getvalue(), 0.0
+    content, difference = _program(predictor), 0.0
     program = torch.export.load(io.BytesIO(content)).module()
     with torch.inference_mode():
         for count in _BATCHES:
             batch = predictor.example_batch(count, seed=count)
-            largest = (program(batch) - predictor.model(batch)).abs().max().item()
-            difference = max(difference, math.inf if math.isnan(largest) else largest)
+            pairs = zip(tree_leaves(program(*batch)), tree_leaves(predictor.model(*batch)), strict=True)
+            for one, other in pairs:
+                largest = (one - other).abs().max().item()
+                difference = max(difference, math.inf if math.isnan(largest) else largest)
     if not difference <= _EQUAL_TO:
         raise ManyhandsError(
             f"the exported program differs from the module by {difference:.3g}, more than {_EQUAL_TO:g}; nothing was "
@@ -328,8 +326,23 @@ def export_program(asked: ExportAsked) -> Export:
     return Export(
         path=file,
         precision="fp32",
-        steps=trained_steps(asked.run),
+        steps=trained_steps(asked.run, asked.task),
         num_bytes=len(content),
         full_bytes=sum(value.nbytes for value in predictor.model.state_dict().values()),
         largest_difference=difference,
     )
+
+
+def _program(predictor: ModulePredictor[Any]) -> bytes:
+    example = predictor.example_batch(_MADE_FROM)
+    sizes, stream = tuple({0: torch.export.Dim("batch")} for _ in example), io.BytesIO()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about LSTM's list of weights, which export sets and restores
+            torch.export.save(torch.export.export(predictor.model, example, dynamic_shapes=sizes), stream)
+    except Exception as error:  # torch has many, about what a module computes
+        raise UserError(
+            f"torch.export cannot trace {type(predictor.model).__name__} for batches of any size: {first_line(error)}; "
+            "leave --format out to write its weights"
+        ) from error
+    return stream.getvalue()

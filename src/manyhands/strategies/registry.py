@@ -23,6 +23,10 @@ class StrategyEntry:
     """The training of tasks whose step is compiled; empty where it moves their gradients instead."""
     roles: tuple[str, ...] = ()
     """The modules that its processes need; empty where that is the training's."""
+    serving: str = ""
+    """What cuts a trained model for serving in parts; empty where it does not."""
+    loop: str = ""
+    """What joins a loop of the user's own (a `LoopEnd`); empty where that is the training's exchange."""
 
     @property
     def package(self) -> str:
@@ -43,6 +47,14 @@ class StrategyEntry:
         """The class that trains by it; of compiled tasks, None where it has none."""
         target = self.kernel if compiled else self.training
         return _load(target) if target else None
+
+    def load_serving(self) -> Any:
+        """The class that cuts a trained model (`ServedParts`), or None."""
+        return _load(self.serving) if self.serving else None
+
+    def load_loop(self) -> Any:
+        """What joins a loop of the user's own; None where that is the training's exchange."""
+        return _load(self.loop) if self.loop else None
 
 
 def _load(target: str) -> Any:
@@ -77,23 +89,28 @@ STRATEGIES: Final[dict[str, StrategyEntry]] = {
         "strategies.ps.strategy:Ps",
         "strategies.ps.training:PsTraining",
         roles=("strategies.ps.live.server_process", "strategies.ps.live.worker_process"),
+        loop="strategies.ps.live.served_loop:ServedLoop",
     ),
     "hogwild": StrategyEntry(
         "strategies.hogwild.strategy:Hogwild",
         "strategies.hogwild.training:HogwildTraining",
         "strategies.hogwild.kernel:HogwildKernels",
+        loop="strategies.hogwild.shared_loop:SharedLoop",
     ),
     "local": StrategyEntry("strategies.local.strategy:Local", "strategies.local.training:LocalTraining"),
     "federated": StrategyEntry(
         "strategies.federated.strategy:Federated", "strategies.federated.training:FederatedTraining"
     ),
     "pipeline": StrategyEntry(
-        "strategies.pipeline.strategy:Pipeline", "strategies.pipeline.training:PipelineTraining"
+        "strategies.pipeline.strategy:Pipeline",
+        "strategies.pipeline.training:PipelineTraining",
+        serving="strategies.pipeline.served_stages:ServedStages",
     ),
     "tensor": StrategyEntry(
         "strategies.tensor.strategy:Tensor",
         "strategies.tensor.training:TensorTraining",
         "strategies.tensor.kernel:TensorKernels",
+        serving="strategies.tensor.served_slices:ServedSlices",
     ),
 }
 

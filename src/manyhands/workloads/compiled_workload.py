@@ -19,11 +19,21 @@ from manyhands.workloads.task_options import option
 if TYPE_CHECKING:
     from torch import nn
 
+    from manyhands.data.table_files import TableReading
     from manyhands.engine.kernel_task import KernelTask
     from manyhands.engine.training import Keeping
     from manyhands.observe.draw.bars import Bars
 
-__all__ = ["ComparedTask", "CompiledWorkload", "TableRows", "TrainEnd", "WorkerOptions"]
+__all__ = [
+    "ComparedTask",
+    "CompiledWorkload",
+    "TableOptions",
+    "TableRows",
+    "TrainEnd",
+    "WorkerOptions",
+    "listed",
+    "target_option",
+]
 
 Chosen = TypeVar("Chosen")
 
@@ -44,6 +54,33 @@ class WorkerOptions:
             workers = min(cores, most or cores)
         object.__setattr__(self, "workers", workers)
         object.__setattr__(self, "strategy", self.strategy or ("single" if workers == 1 else "allreduce"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableOptions:
+    """What of a table is read: CSV, Parquet."""
+
+    categorical: str | None = option(
+        None, "categorical columns besides those of text, by name or number: zip,7", metavar="COLUMNS"
+    )
+    drop: str | None = option(None, "columns of a table to leave out, by name: id,name", metavar="COLUMNS")
+    skip_bad: bool = option(False, "skip invalid lines or rows and count them", flag="--skip-bad")
+
+    def table_reading(self, **more: Any) -> TableReading:
+        from manyhands.data.table_files import TableReading
+
+        columns = listed(self.categorical), listed(self.drop)
+        return TableReading(categorical=columns[0], drop=columns[1], skip_bad=self.skip_bad, **more)
+
+
+def listed(text: str | None) -> tuple[str, ...]:
+    """The words between commas."""
+    return tuple(one.strip() for one in text.split(",")) if text else ()
+
+
+def target_option() -> Any:
+    shown = "the one called label, target or y; column 0 without names"
+    return option(None, "label column of a table or npy file: a name, or a number from 0", shown=shown)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -51,6 +51,7 @@ class ExportAsked:
     out: Path | None = None  # the file to write; None: one in the run's directory
     precision: str = "fp32"
     test: Path | None = None  # examples to measure on, for a workload that has no evaluation data of its own
+    task: Task | None = None  # the user's own, where it is not built in
 
     def own(self, name: str) -> Path:
         """The file `name` of the run, or the file that was named in the place of a run."""
@@ -101,11 +102,11 @@ def recorded_options(path: str | Path) -> Mapping[str, Any]:
     return _options(read_exported(place), place)
 
 
-def trained_steps(path: str | Path) -> int:
+def trained_steps(path: str | Path, task: Task | None = None) -> int:
     """How many steps the newest weights of a run, or those of a file of `manyhands export`, have seen."""
     place = Path(path)
     if place.is_dir():
-        config, built = _task_of(place, None, with_data=False)
+        config, built = _task_of(place, task, with_data=False)
         return _newest(place, config, built)[0]
     steps = read_exported(place).about.get("steps", "")
     return int(steps) if steps.isdecimal() and len(steps) < 19 else 0
@@ -141,7 +142,7 @@ def read_model_file(
 def export_weights(asked: ExportAsked) -> Export:
     if asked.test is not None:
         raise UserError("--test: this task is measured on its evaluation data; leave it out for this run")
-    return export_run(asked.run, asked.out, asked.precision)
+    return export_run(asked.run, asked.out, asked.precision, asked.task)
 
 
 def export_run(

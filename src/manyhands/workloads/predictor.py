@@ -31,9 +31,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from manyhands.data.store.tensorfile import check_precision
+from manyhands.data.table_encoding import TableEncoding
 from manyhands.errors import UserError, nearest
 
-__all__ = ["ModulePredictor", "Predictor", "ReadAs", "in_precision", "table_of"]
+__all__ = ["ModulePredictor", "Predictor", "ReadAs", "encoded_inputs", "in_precision", "table_of"]
 
 Inputs = TypeVar("Inputs")
 
@@ -55,14 +56,15 @@ class Predictor(ABC, Generic[Inputs]):
     """What `--format` may say; the first is to find out."""
     task: str = ""  # the name of its task
     precision: str = "fp32"  # what it computes in from `prepare` on
-    left_out: int = 0  # lines of the last file that were wrong and skipped
+    left_out: int = 0  # lines or rows of the last file that were wrong and skipped
+    new_texts: int = 0  # values of the last table that are no category of training, and count as missing
 
     def __init__(self, model: Any = None) -> None:
         self.model = model
 
     @abstractmethod
-    def blocks(self, source: str, read_as: ReadAs) -> Iterator[Inputs]:
-        """The inputs in a file, some at a time; a UserError says what is wrong with it."""
+    def blocks(self, source: Any, read_as: ReadAs) -> Iterator[Inputs]:
+        """The inputs in a file or a DataFrame, some at a time; a UserError says what is wrong with it."""
 
     @abstractmethod
     def inputs(self, values: Sequence[Any]) -> Inputs:
@@ -88,20 +90,27 @@ class Predictor(ABC, Generic[Inputs]):
     def prepare(self) -> None:
         """Called once in the process that computes, before its first answer."""
 
+    def warm(self) -> None:
+        """Compute one answer, so that the first that is asked for does not wait for what is done once."""
+        self.answers(self.inputs([self.example]))
+
     def check_precision(self, precision: str) -> None:
         if precision != "fp32":
             raise UserError(f"--precision {precision}: a model of {self.task} computes in fp32 only")
 
-    def check_read_as(self, read_as: ReadAs) -> None:
-        """Refuse what makes no sense for these files; those of lines that may be wrong look for themselves."""
+    def check_format(self, read_as: ReadAs) -> None:
         if read_as.format not in self.formats:
             raise UserError(f"--format {read_as.format!r}: {nearest(read_as.format, self.formats)}")
+
+    def check_read_as(self, read_as: ReadAs) -> None:
+        """Refuse what makes no sense for files without rows that may be wrong."""
+        self.check_format(read_as)
         if read_as.skip_bad:
-            raise UserError("--skip-bad is only for logreg; leave it out for this run")
+            raise UserError("--skip-bad is only for gbdt, logreg and svd; leave it out for this run")
 
 
 class ModulePredictor(Predictor[Inputs]):
-    """One whose model is an `nn.Module` of one tensor: it can be exported as a program, and compute in fewer bits."""
+    """One whose model is an `nn.Module`: it can be exported as a program, and compute in fewer bits."""
 
     model: nn.Module
 
@@ -115,8 +124,16 @@ class ModulePredictor(Predictor[Inputs]):
         check_precision(precision)
 
     @abstractmethod
-    def example_batch(self, count: int, seed: int = 0) -> Tensor:
-        """Inputs of the module that somebody might give, `count` of them."""
+    def example_batch(self, count: int, seed: int = 0) -> tuple[Tensor, ...]:
+        """Inputs of the module that somebody might give, `count` of them: what it is called with."""
+
+
+def encoded_inputs(encoding: TableEncoding | None, values: Sequence[Any]) -> Sequence[Any]:
+    """Rows of JSON with texts as the numbers of their categories, where a model has such."""
+    if encoding is None:
+        return values
+    rows = enumerate(values)
+    return [encoding.values_of(row, f"input {at}") if isinstance(row, list) else row for at, row in rows]
 
 
 def table_of(values: Sequence[Any], columns: int, takes: str, missing: bool = False) -> NDArray[np.float64]:

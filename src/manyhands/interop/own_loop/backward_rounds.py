@@ -17,6 +17,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -25,17 +27,24 @@ from torch.amp.grad_scaler import GradScaler
 from torch.cpu.amp.grad_scaler import GradScaler as CpuGradScaler
 from torch.cuda.amp.grad_scaler import GradScaler as CudaGradScaler
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from manyhands.data.batches import split
+from manyhands.data.store.checkpoint import Loaded
+from manyhands.data.store.state_tree import restore_optimizer
 from manyhands.engine.clipping import clip_norm
 from manyhands.engine.desync_check import Agreement
-from manyhands.engine.exchange import Exchange, LocalStep, PeerTraffic, Traffic
+from manyhands.engine.exchange import BatchPiece, Exchange, LocalStep, PeerTraffic, Traffic
 from manyhands.engine.reporting import StepBook, WorkerContext
 from manyhands.errors import UserError
-from manyhands.interop.own_loop.readings import Draws, Readings
-from manyhands.interop.own_loop.small_sums import BufferKeeper, Call, Word, Words, require_same
+from manyhands.interop.own_loop.readings import Draws, Readings, Turn
+from manyhands.interop.own_loop.small_sums import BufferKeeper, Call, CopyWords, Word, Words, require_same
+from manyhands.interop.own_loop.whole_states import WholeStates
 from manyhands.places.local.status import State
 
-__all__ = ["PartsScaler", "Rounds", "unscale"]
+__all__ = ["MEMORY", "GradientWatch", "PartsScaler", "Rounds", "unscale"]
+
+MEMORY: Final = "manyhands: what the exchange remembers"  # beside the user's own `extra` in a checkpoint
 
 
 class RoundClock:
@@ -96,16 +105,16 @@ class RoundClock:
 
 
 class GradientWatch:
-    """Detects changes of the gradients of `model` since they were last remembered; keeps none of them alive.
+    """Detects changes of the gradients that `optimizer` reads since they were last remembered; keeps none alive.
 
-    Where a strategy steps by itself, `grad` holds this worker's own gradient, of which one part is the sum over
+    Where the group works in parts, `grad` holds this worker's own gradient, of which one part is the sum over
     workers. Torch's `clip_grad_norm_` would take a norm of that, another one on each worker, and the weights would be
     wrong without a word. What torch changes in place it counts, and what is put in place of a gradient lies elsewhere:
     so a change that the group did not make shows.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters = list(model.parameters())
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._parameters = [one for group in optimizer.param_groups for one in group["params"]]
         self.remember()
 
     def remember(self) -> None:
@@ -116,9 +125,9 @@ class GradientWatch:
         pairs = zip(self._look(), self._known, strict=True)
         if any(now is not None and now != known for now, known in pairs):
             raise UserError(
-                "a gradient was changed between backward() and optimizer.step(), but under central grad is only this "
-                "worker's part; clip with group.clip_grad_norm_ instead of torch's own, or use strategy=mirrored for "
-                "other changes"
+                "a gradient was changed between backward() and optimizer.step(), but under this strategy grad is only "
+                "this worker's part; clip with group.clip_grad_norm_ instead of torch's own, or use strategy=mirrored "
+                "for other changes"
             )
 
     def _look(self) -> list[tuple[int, int] | None]:
@@ -145,6 +154,8 @@ class Rounds:
     Where workers hold copies, their parameters are compared every `check_every` rounds; 0: never.
     """
 
+    together = True  # every batch is split over all workers, and all take every step
+
     def __init__(
         self, words: Words, exchange: Exchange, worker_context: WorkerContext, check_every: int = 0
     ) -> None:
@@ -155,7 +166,10 @@ class Rounds:
             if self._model is not None and exchange.hooks is not None:
                 exchange.hooks.weight = share
 
-        self.readings = Readings(words.world, weigh)
+        # Where each worker holds a part of the gradient, only the group may change it
+        self.in_parts = exchange.steps_itself or exchange.cuts_model
+        self.part = exchange.part
+        self.readings = Readings(exchange.part.count, weigh)
         self.clock = RoundClock(words, exchange, worker_context, self.readings.take_input_ns)
         self.wants_stop = False  # this worker asked to stop
         self.is_stopped = False  # all have agreed to
@@ -168,7 +182,9 @@ class Rounds:
         self._model: nn.Module | None = None
         self._buffers: BufferKeeper | None = None
         self._optimizer: Optimizer | None = None
-        self._watch: GradientWatch | None = None  # where the strategy steps by itself
+        self._watch: GradientWatch | None = None  # where gradients are in parts
+        self._states: WholeStates | None = None  # where the model is
+        self._end_state: Mapping[str, torch.Tensor] | None = None
         self._hooks = ExitStack()
 
     def require_model(self) -> nn.Module:
@@ -182,16 +198,26 @@ class Rounds:
         model = models[0] if len(models) == 1 else nn.ModuleList(models)
         self.exchange.attach(model, optimizer)
         self._model = model
-        self._buffers = BufferKeeper(model, buffers, self.words)
+        copies = self.words if self.part.total_of_copies is None else CopyWords(self.part)
+        self._buffers = BufferKeeper(model, buffers, copies)
         if self._check_every and self.world > 1:
-            named, total = model.named_parameters, self.words.total
-            self._agreement = Agreement(named, rank=self.rank, world=self.world, total=total)
+            self._agreement = Agreement(
+                partial(self.part.parameters, model),
+                rank=self.rank,
+                world=self.world,
+                total=self.words.total,
+                copies=self.part.copies,
+            )
         self.readings.weigh(self.readings.part.share)
         self._watch_backward()
         for one in models:
             self._hooks.callback(one.register_forward_pre_hook(self._on_forward).remove)
-        if self.exchange.steps_itself:
-            self._optimizer, self._watch = optimizer, GradientWatch(model)
+        if self.exchange.cut is not None:
+            self.words.arrive = self.exchange.cut.arrive
+            self._states = WholeStates(self.words, self.exchange, model, models, optimizer)
+            self._hooks.callback(self._states.close)
+        if self.in_parts:
+            self._optimizer, self._watch = optimizer, GradientWatch(optimizer)
             self._hooks.callback(optimizer.register_step_pre_hook(self._on_step).remove)
             # A GradScaler that was not prepared then shows in the optimizer's step.
             self._hooks.enter_context(declaring(optimizer, handles_scales=True))
@@ -209,6 +235,19 @@ class Rounds:
                 yield
             finally:
                 self._holding -= 1
+
+    def run(self, pieces: Sequence[BatchPiece], loss: Callable[..., torch.Tensor | float]) -> float:
+        """Collective: forward and backward of one batch by the strategy's runner; what that returns."""
+        model, runner = self.require_model(), self.exchange.runner
+        assert runner is not None, "or the script runs them"
+        self._on_forward(model, ())
+        exchanges = torch.is_grad_enabled() and not self._holding
+        if exchanges:
+            self._send_word()
+        value = runner.run(pieces, loss)
+        if exchanges:
+            self._end_round()
+        return value
 
     def clip(self, max_norm: float) -> float:
         """Scale the gradient to `max_norm`; the norm it had. Collective where the strategy holds it in parts."""
@@ -229,10 +268,24 @@ class Rounds:
                 f"{type(optimizer).__name__}; use a second one"
             )
         self._watch.require_untouched()
-        assert self.exchange.parts is not None, "a strategy that steps by itself holds parts"
+        assert self.exchange.parts is not None, "who watches holds parts"
         found = unscale(self.exchange.parts.held(), factor)
         self._watch.remember()
         return any(word.value for word in self.words.meet(Call.UNSCALE, float(found)))
+
+    def model_state(self) -> Mapping[str, torch.Tensor] | None:
+        """Collective: the whole model's state, on worker 0 at least."""
+        return self.exchange.model_state(self.require_model())
+
+    def optimizer_state(self, folder: Path) -> Mapping[str, Any] | None:
+        """Collective, before a checkpoint is written to `folder`: the optimizer's whole state, on worker 0."""
+        del folder
+        found = self.exchange.optimizer_state() if self._states is None else self._states.optimizer_state()
+        return found or {}
+
+    def load_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        load = restore_optimizer if self._states is None else self._states.load_optimizer
+        load(optimizer, state)
 
     def in_worker_0s_order(self, draw: Callable[[], Any], generators: Sequence[torch.Generator]) -> Any:
         """Collective: call `draw` as if torch's random numbers, and these generators, were worker 0's."""
@@ -268,6 +321,28 @@ class Rounds:
         found = enumerate(self.words.meet(Call.EPOCH, mark))
         _require_one_batch({rank: int(word.value) for rank, word in found})
 
+    def sharing(self) -> Callable[[int], Turn | None]:
+        """How a loader is shared out that is read from now on: of a batch's size, this worker's samples, if any."""
+        return lambda size: Turn(split(size, self.part.index, self.part.count))
+
+    def require_own_streams(self) -> None:
+        """UserError where a worker cannot have a stream of its own."""
+        if self.part.count != self.world:
+            raise UserError(
+                f"split=False: under this strategy {self.world // self.part.count} workers compute on the same "
+                "batch, so a worker cannot have a stream of its own; leave split=False out"
+            )
+
+    def prepare_scheduler(self, scheduler: LRScheduler) -> None:
+        """Nothing to do: it is stepped as often as in one process."""
+
+    def loaded(self, folder: Path, loaded: Loaded) -> None:
+        """Collective, when every worker has loaded model and optimizer: the rest of the checkpoint."""
+        del folder
+        memory, kept = loaded.extra.pop(MEMORY, {}), self.exchange.kept
+        if kept is not None:
+            kept.load(memory)
+
     def leave(self) -> None:
         """Collective: leave together. A worker that leaves early contributes nothing to the rounds of the others.
 
@@ -288,6 +363,8 @@ class Rounds:
             self._for_others += 1
             self._average()
         self._average(end=True)
+        if self._states is not None:
+            self._end_state = self._states.model_state()
         rounds = [word.value for word in words]
         if min(rounds) == max(rounds):
             return
@@ -301,10 +378,14 @@ class Rounds:
     def close(self) -> None:
         self._hooks.close()
         self.exchange.close()
+        if self._end_state is not None and self.exchange.cut is not None:
+            self.exchange.cut.make_whole(self._end_state)
+        self._end_state = None
         self.words.collective.close()
 
     def _watch_backward(self) -> None:
-        if self.exchange.hooks is not None:  # a lone worker has nothing to exchange
+        # A lone worker has nothing to exchange, and a runner says itself when it has computed.
+        if self.exchange.hooks is not None and self.exchange.runner is None:
             self.exchange.hooks.on_next_gradient = self._begin_backward
 
     def _average(self, *, end: bool = False) -> None:
@@ -323,7 +404,10 @@ class Rounds:
     def _on_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._stepping:  # the strategy itself calls the optimizer, for this worker's part
             return
-        if len(args) > 1 or kwargs.get("closure") is not None:  # the first argument is the optimizer
+        has_closure = (
+            len(args) > 1 or kwargs.get("closure") is not None
+        )  # the first argument is the optimizer
+        if has_closure and self.exchange.steps_itself:
             raise UserError(
                 "optimizer.step(closure) is not supported by central; call backward() before step()"
             )
@@ -335,6 +419,8 @@ class Rounds:
             )
         self._watch.require_untouched()
         self.words.meet(Call.STEP)
+        if not self.exchange.steps_itself:
+            return
         self._stepping = True
         try:
             self.exchange.apply()  # leaves no gradient, so the step that brought us here finds nothing to do
@@ -343,19 +429,23 @@ class Rounds:
 
     def _begin_backward(self) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        if self._holding:
-            return
+        if not self._holding:
+            self._send_word()
+
+    def _send_word(self) -> None:
         assert self._buffers is not None
         part, news = self.readings.part, self._buffers.news()
         self.words.send(Word(Call.BACKWARD, self._sends_stop, part.last, part.mark, news))
         assert self.exchange.hooks is not None, "they have called"
         self.exchange.hooks.begin_step(self.clock.rounds)
 
-    @torch.no_grad()
     def _end_backward(self) -> None:
         self._watch_backward()
-        if self._holding:
-            return
+        if not self._holding:
+            self._end_round()
+
+    @torch.no_grad()
+    def _end_round(self) -> None:
         part = self.readings.part
         self.clock.computed()
         words = self.words.receive()
@@ -382,7 +472,7 @@ class Rounds:
 
     def _require_alike(self, words: Sequence[Word]) -> None:
         """UserError unless all are in backward, or have left where the strategy can continue without them."""
-        allowed = {Call.BACKWARD} if self.exchange.steps_itself else {Call.BACKWARD, Call.LEAVE}
+        allowed = {Call.BACKWARD} if self.in_parts else {Call.BACKWARD, Call.LEAVE}
         if any(word.call not in allowed for word in words):
             require_same(words)
         _require_one_batch({rank: word.mark for rank, word in enumerate(words) if word.call is Call.BACKWARD})

@@ -33,9 +33,12 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.engine.exchange import Exchange, Resources, SingleExchange
+from manyhands.engine.loop_end import LoopEnd
 from manyhands.engine.options import TLS_VARIABLE, Options
-from manyhands.engine.worker_processes import exchanging
+from manyhands.engine.worker_processes import exchanging, loop_exchange
 from manyhands.errors import ManyhandsError, UserError
+from manyhands.interop.own_loop.backward_rounds import Rounds
+from manyhands.interop.own_loop.free_rounds import FreeRounds, StoreWords
 from manyhands.interop.own_loop.small_sums import AloneCollective, Call, Words
 from manyhands.observe.analyse.collect import Collector
 from manyhands.observe.record.clocks import Bracket, Offset, offset_from
@@ -45,6 +48,7 @@ from manyhands.places.external.links import address_towards, no_group, open_link
 from manyhands.places.external.process_place import ProcessPlace
 from manyhands.places.local.rendezvous import Rendezvous, meet
 from manyhands.strategies.common.collectives.collective import SharedCollective
+from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy
 from manyhands.transport.heartbeats import BeatPlace, Heartbeats, address_of_interface, exchange_places
 from manyhands.transport.link.interface import Link
@@ -69,6 +73,7 @@ class GroupConnection:
     exchange: Exchange
     local_rank: int = 0  # this worker's place among those of its host
     on_one_host: bool = True
+    rounds: Callable[..., Rounds] = Rounds  # made of words, exchange, worker context and `check_every`
     abort: Callable[[], None] = lambda: None  # end the waits of the others: this worker has failed
     close: Callable[[], None] = lambda: None  # say farewell; before `words` and `exchange` are closed
 
@@ -87,6 +92,8 @@ def choose(requested: Strategy | None, hosts: Hosts) -> Strategy:
         )
     if requested is not None and requested.most_workers is not None and world > requested.most_workers:
         raise UserError(f"strategy={requested} runs one process, but there are {world} workers; leave it out")
+    if requested is not None and len(hosts) > 1 and requested.facts.cannot_loop_across_hosts:
+        raise UserError(f"strategy={requested}: {requested.facts.cannot_loop_across_hosts}")
     requested = requested or Strategy.parse(_BY_DEFAULT)
     return requested if len(hosts) == 1 else requested.across_hosts(hosts)
 
@@ -96,6 +103,10 @@ def connect(place: ProcessPlace, name: str, requested: Strategy | None, timeout_
     if place.world == 1:
         alone, words = Strategy.parse(_ALONE), Words(AloneCollective())
         return GroupConnection(strategy=alone, words=words, exchange=SingleExchange())
+    loop: type[LoopEnd] | None = STRATEGIES[requested.word].load_loop() if requested is not None else None
+    if requested is not None and loop is not None:
+        end = loop.open(place, name, choose(requested, [range(place.world)]), timeout_s)
+        return GroupConnection(strategy=requested, words=StoreWords(end), exchange=end, rounds=FreeRounds)
     store = PrefixStore(f"manyhands/{name}", place.open_store(timeout_s))
     with ExitStack() as stack:
         stack.enter_context(nullcontext(store))  # rank 0 may host it: it lives as long as the group
@@ -130,7 +141,7 @@ def _on_one_host(
         for group in (words, gradients):
             group.abort(rendezvous.here.index(rank))
 
-    both, exchange = Words(SharedCollective(words)), exchanging(strategy).exchange(strategy, resources)
+    both, exchange = Words(SharedCollective(words)), loop_exchange(strategy, resources)
     connection = GroupConnection(strategy=strategy, words=both, exchange=exchange, abort=abort)
     rendezvous.watch(lambda rank, in_peace: None if in_peace else abort(rank))
     stack.callback(rendezvous.close)  # before the groups: the liveness monitor must not find them closed

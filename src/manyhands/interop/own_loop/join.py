@@ -15,7 +15,6 @@ import torch
 from manyhands.engine.device import check_device, device_of
 from manyhands.engine.reporting import ProcessContext, WorkerContext
 from manyhands.errors import UserError
-from manyhands.interop.own_loop.backward_rounds import Rounds
 from manyhands.interop.own_loop.connect import Unwatched, connect, keeping
 from manyhands.interop.own_loop.small_sums import check_mode
 from manyhands.interop.own_loop.worker_group import WorkerGroup
@@ -118,7 +117,7 @@ def open_group(
         connection = connect(place, name, requested, timeout_s)
         if check_every is None:
             check_every = _CHECK_EVERY if connection.on_one_host else 0
-        rounds = Rounds(connection.words, connection.exchange, worker_context, check_every)
+        rounds = connection.rounds(connection.words, connection.exchange, worker_context, check_every)
         stack.callback(rounds.close)
         stack.callback(connection.close)
         if ring is not None and out is not None:

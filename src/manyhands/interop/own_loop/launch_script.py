@@ -27,11 +27,12 @@ from manyhands.native.version import __version__
 from manyhands.observe.analyse.collect import Collector
 from manyhands.observe.record.event_ring import BlackBoxes, EventRing
 from manyhands.places.external import process_place
-from manyhands.places.local.control import Finished, RoleContext
+from manyhands.places.local.control import RoleContext
 from manyhands.places.local.host import check_capacity, check_watchdog_s, of_processes
 from manyhands.places.local.supervisor import LocalCluster, Role
 from manyhands.places.local.watchdog import Watched
 from manyhands.places.place import LAUNCHER_VARIABLE
+from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy
 
 __all__ = ["launch"]
@@ -43,10 +44,14 @@ def run_script(
     arguments: Sequence[str],
     strategy: Strategy | None,
     device: str | None,
+    role: tuple[str, int] | None = None,
+    world: int = 0,
 ) -> Mapping[str, Any]:
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
-    launched = process_place.Launched(context=context, strategy=strategy, device=device)
+    launched = process_place.Launched(
+        context=context, strategy=strategy, device=device, role=role, world=world
+    )
     process_place.launched = launched
     try:
         runpy.run_path(str(script), run_name="__main__")
@@ -55,7 +60,12 @@ def run_script(
             raise
     finally:
         process_place.launched = None
-    return {"joins": launched.joins}
+    if role is not None and not launched.counts:
+        raise UserError(
+            f"the script ended without a trained group, which strategy={strategy} waits for; call "
+            "mh.join and prepare in it, and leave the group at its end"
+        )
+    return {"joins": launched.joins, **launched.counts}
 
 
 def launch(
@@ -83,10 +93,9 @@ def launch(
         raise UserError(f"workers={workers} must be at least 1")
     requested = Strategy.parse(strategy) if strategy is not None else None
     chosen = choose(requested, [range(workers)])  # refuses a strategy that cannot be
-    if device is not None:
-        check_device(device)
+    check_device(device or "cpu")
     check_watchdog_s(watchdog_s)
-    check_capacity(of_processes(), workers, allow_overload=allow_overload)
+    check_capacity(of_processes(), sum(chosen.processes(workers).values()), allow_overload=allow_overload)
     job = partial(run_script, script=path, arguments=tuple(arguments), strategy=requested, device=device)
     with ExitStack() as stack:
         directory = None
@@ -95,7 +104,9 @@ def launch(
             directory = stack.enter_context(RunDirectory.create(out, config))
         began = time.monotonic()
         try:
-            finished, observed = _run(job, workers, watchdog_s, directory)
+            loop = STRATEGIES[chosen.word].load_loop()
+            run = (loop.launch if loop is not None else None) or _run
+            joined, observed = run(chosen, workers, job, watchdog_s=watchdog_s, directory=directory)
         except ManyhandsError as error:
             if directory is not None:
                 directory.record_end(error, time.monotonic() - began)
@@ -105,7 +116,7 @@ def launch(
             "task": path.name,
             "strategy": str(chosen),
             "workers": workers,
-            "joined": all(one.payload["joins"] for one in finished),
+            "joined": joined,
             "seconds": time.monotonic() - began,
             "notes": [sharing] if sharing is not None else [],
             "steps": max(row["steps"] for row in observed["per_worker"]),
@@ -120,11 +131,13 @@ def launch(
 
 
 def _run(
-    job: Callable[[RoleContext], Mapping[str, Any]],
+    _: Strategy,
     workers: int,
+    job: Callable[[RoleContext], Mapping[str, Any]],
+    *,
     watchdog_s: float,
     directory: RunDirectory | None,
-) -> tuple[list[Finished], dict[str, Any]]:
+) -> tuple[bool, dict[str, Any]]:
     with ExitStack() as stack:
         store = os.memfd_create("manyhands:store", os.MFD_CLOEXEC)
         stack.callback(os.close, store)
@@ -142,4 +155,4 @@ def _run(
         watched = Watched(deadline_s=watchdog_s, count_events=boxes.counts, last_events=boxes.last)
         finished = stack.enter_context(LocalCluster(roles, watched=watched)).run()
         collector.flush()
-        return finished, collector.summary()
+        return all(one.payload["joins"] for one in finished), collector.summary()

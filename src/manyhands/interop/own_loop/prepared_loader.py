@@ -18,8 +18,9 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -27,11 +28,12 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from manyhands.data.batches import split
+from manyhands.engine.exchange import BatchPiece
 from manyhands.errors import UserError
 from manyhands.interop.own_loop.backward_rounds import Rounds
-from manyhands.interop.own_loop.readings import END, FILLERS, Draws, LoaderPart, Move, remade
+from manyhands.interop.own_loop.readings import END, FILLERS, Draws, LoaderPart, Move, Turn, remade
 
-__all__ = ["prepare_loader"]
+__all__ = ["pieces_of", "prepare_loader"]
 
 _MARKED: Final = 4096  # bytes of a tensor that go into the mark of a batch, at each of its ends
 
@@ -87,9 +89,13 @@ class SharedStreamLoader(_GroupLoader):
         self._has_warned = reader.world == 1 or reader.rank != 0
         if isinstance(loader, DataLoader):
             self._draws_here = loader.num_workers == 0
-            if isinstance(loader.dataset, IterableDataset) and loader.batch_size is not None:
+            if (
+                isinstance(loader.dataset, IterableDataset)
+                and loader.batch_size is not None
+                and reader.together
+            ):
                 self._collates, size = True, loader.batch_size
-                collate = SharedCollate(loader.collate_fn, reader.rank, reader.world)
+                collate = SharedCollate(loader.collate_fn, reader.part.index, reader.part.count)
                 self._inner = remade(loader, batch_size=size, drop_last=loader.drop_last, collate_fn=collate)
 
     def __iter__(self) -> Iterator[Any]:
@@ -101,7 +107,8 @@ class SharedStreamLoader(_GroupLoader):
             try:
                 with draws.lent() if draws is not None else nullcontext():
                     batches = iter(self._inner)
-                found = self._read(batches, draws)
+                turn_of = reader.sharing()
+                found = self._read(batches, draws, turn_of)
                 if draws is not None:
                     draws.leave_out_unused()
                 reader.require_one_batch(0 if found is None else found.part.mark)
@@ -110,16 +117,24 @@ class SharedStreamLoader(_GroupLoader):
                     yield self._move(found.batch)
                     if reading.is_over:
                         return
-                    found = self._read(batches, draws)
+                    found = self._read(batches, draws, turn_of)
             finally:
                 if draws is not None and reader.rank == 0:
                     draws.keep()  # the next reading continues where this one ended
 
-    def _read(self, batches: Iterator[Any], draws: Draws | None) -> BatchShare | None:
-        with draws.lent() if draws is not None and self._draws_here else nullcontext():
-            batch = self._reader.readings.read(batches)
-        if batch is END or self._collates:
-            return None if batch is END else batch
+    def _read(
+        self, batches: Iterator[Any], draws: Draws | None, turn_of: Callable[[int], Turn | None]
+    ) -> BatchShare | None:
+        turn: Turn | None = None
+        batch: Any = None
+        while turn is None:
+            with draws.lent() if draws is not None and self._draws_here else nullcontext():
+                batch = self._reader.readings.read(batches)
+            if batch is END:
+                return None
+            turn = turn_of(1 if self._collates else rows_of(batch))
+        if self._collates:
+            return BatchShare(batch.batch, replace(batch.part, index=turn.batch))
         mark, rows = mark_of(batch), rows_of(batch)
         if not rows:
             if not self._has_warned:
@@ -131,9 +146,10 @@ class SharedStreamLoader(_GroupLoader):
                     "loader = group.prepare(stream, split=False)",
                     stacklevel=3,
                 )
-            return BatchShare(batch, LoaderPart(share=1 / self._reader.world, mark=mark))
-        span = split(rows, self._reader.rank, self._reader.world)
-        part = LoaderPart(share=len(span) / rows, samples=len(span), mark=mark)
+            share = 1 / self._reader.part.count if self._reader.together else 1.0
+            return BatchShare(batch, LoaderPart(share=share, mark=mark, index=turn.batch))
+        span = turn.span
+        part = LoaderPart(share=len(span) / rows, samples=len(span), mark=mark, index=turn.batch)
         return BatchShare(narrowed(batch, span if span else range(min(rows, FILLERS))), part)
 
 
@@ -154,7 +170,8 @@ class OwnStreamLoader(_GroupLoader):
                 return
             while upcoming is not END and not reading.is_over:
                 batch, upcoming = upcoming, readings.read(batches)
-                readings.begin(reading, LoaderPart(share=1 / self._reader.world, last=upcoming is END))
+                share = 1 / self._reader.world if self._reader.together else 1.0
+                readings.begin(reading, LoaderPart(share=share, last=upcoming is END))
                 yield self._move(batch)
 
 
@@ -186,6 +203,14 @@ def narrowed(batch: Any, span: range) -> Any:
         return {key: narrowed(value, span) for key, value in batch.items()}
     values = [narrowed(value, span) for value in batch]
     return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+
+
+def pieces_of(batch: Any, count: int) -> list[BatchPiece]:
+    """A batch in so many pieces, or in one for each of its rows, or in one where it has no common rows."""
+    rows = rows_of(batch)
+    spans = [span for number in range(count) if (span := split(rows, number, count))]
+    found = [BatchPiece(batch=narrowed(batch, span), weight=len(span) / rows) for span in spans]
+    return found or [BatchPiece(batch=batch)]
 
 
 def mark_of(batch: Any) -> int:
@@ -220,6 +245,7 @@ def prepare_loader(
 ) -> SplitLoader | SharedStreamLoader | OwnStreamLoader:
     """The user's loader as a worker reads it, batches through `move`; without `to_split`, its own stream."""
     if not to_split:
+        reader.require_own_streams()
         return OwnStreamLoader(loader, reader, move)
     if not isinstance(loader, DataLoader):
         return SharedStreamLoader(loader, reader, move)
@@ -242,7 +268,13 @@ class SplitLoader(_GroupLoader):
         super().__init__(loader, reader, move)
         self._readings = reader.readings
         self._shares = _Shares(loader, reader)
-        self._inner = remade(loader, batch_sampler=self._shares)
+        # Where a batch is given out when it is asked for, none can be read ahead.
+        ahead = (
+            {}
+            if reader.together
+            else {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
+        )
+        self._inner = remade(loader, batch_sampler=self._shares, **ahead)
 
     def __iter__(self) -> Iterator[Any]:
         if self.is_stopped:
@@ -283,9 +315,12 @@ class _Shares:
         batches = iter(self._batches)
         # Samplers draw their order when the first batch is asked for.
         batch = self._reader.in_worker_0s_order(lambda: next(batches, None), self._generators)
+        turn_of = self._reader.sharing()
         while batch is not None:
-            span = split(len(batch), self._reader.rank, self._reader.world)
-            mark = zlib.crc32(repr(list(batch)).encode()) or 1
-            parts.append(LoaderPart(share=len(span) / len(batch), samples=len(span), mark=mark))
-            yield batch[span.start : span.stop] if span else batch[:FILLERS]
+            turn = turn_of(len(batch))
+            if turn is not None:
+                span, share = turn.span, len(turn.span) / len(batch)
+                mark = zlib.crc32(repr(list(batch)).encode()) or 1
+                parts.append(LoaderPart(share=share, samples=len(span), mark=mark, index=turn.batch))
+                yield batch[span.start : span.stop] if span else batch[:FILLERS]
             batch = next(batches, None)

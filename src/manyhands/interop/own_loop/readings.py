@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from manyhands.data.randomness import GENERATORS
 
-__all__ = ["END", "FILLERS", "Draws", "LoaderPart", "Move", "Readings", "remade"]
+__all__ = ["END", "FILLERS", "Draws", "LoaderPart", "LoaderReading", "Move", "Readings", "Turn", "remade"]
 
 _WORDS: Final = 625  # of Python's generator: 624 and a position
 _KEYS: Final = 624  # of numpy's
@@ -100,6 +100,14 @@ class LoaderPart:
     samples: int = 0
     mark: int = 0  # a checksum of the whole batch: the same on all workers, or they do not read the same
     last: bool = False  # this worker's stream has no other batch after this one
+    index: int = -1  # which batch of the training it is, where workers do not meet at every backward
+
+
+class Turn(NamedTuple):
+    """Which samples of a batch a worker reads."""
+
+    span: range
+    batch: int = -1  # the `index` of a `LoaderPart`
 
 
 def remade(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:

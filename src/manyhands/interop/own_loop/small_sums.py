@@ -10,7 +10,7 @@ All words lie side by side in one small bucket in which each worker fills its ow
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum, unique
 from typing import Final, NamedTuple
 
@@ -18,13 +18,22 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from manyhands.engine.exchange import Times, Traffic
+from manyhands.engine.exchange import Times, Traffic, WorkerPart
 from manyhands.errors import UserError, nearest
 from manyhands.native.dtypes import BY_CODE, CODES, LINKED
 from manyhands.strategies.common.collectives.collective import Collective, total
 from manyhands.wire.parcels import Parcel
 
-__all__ = ["AloneCollective", "BufferKeeper", "Call", "Word", "Words", "check_mode", "require_same"]
+__all__ = [
+    "AloneCollective",
+    "BufferKeeper",
+    "Call",
+    "CopyWords",
+    "Word",
+    "Words",
+    "check_mode",
+    "require_same",
+]
 
 _FIELDS: Final = 6
 _SMALLEST_TABLE: Final = 64
@@ -50,6 +59,7 @@ class Call(IntEnum):
     LEAVE = 11
     UNSCALE = 12
     ALIGN = 13
+    STATE = 14
 
 
 _SENTENCES: Final = {
@@ -58,6 +68,7 @@ _SENTENCES: Final = {
     Call.UNSCALE: "is in GradScaler's unscale_()",
     Call.ALIGN: "joins with out=",
     Call.EPOCH: "starts to read a loader",
+    Call.STATE: "is in state_dict()",
     Call.LEAVE: "has left the group",
 }
 
@@ -93,6 +104,8 @@ class Words:
         counts = enumerate((size, *_CARRIERS))
         parcels = [Parcel.whole(number, count, torch.float64, exact=True) for number, count in counts]
         self._table, *self._carriers = collective.allocate(parcels)
+        # Before this worker waits for the words of the others, it serves what they still need to arrive
+        self.arrive: Callable[[], None] = lambda: None
 
     def send(self, word: Word) -> None:
         self._table.zero_()
@@ -103,6 +116,7 @@ class Words:
         self.collective.launch(0)
 
     def receive(self) -> tuple[Word, ...]:
+        self.arrive()
         self.collective.finish()
         rows = self._table[: self.world * _FIELDS].view(self.world, _FIELDS).tolist()
         return tuple(
@@ -163,6 +177,18 @@ class Words:
         return [tuple(row[2 : 2 + row[1]]) for row in found]
 
 
+class CopyWords:
+    """Sums among the workers that hold the same part of a model, which `part` describes."""
+
+    def __init__(self, part: WorkerPart) -> None:
+        assert part.total_of_copies is not None, "only where the model is split"
+        self.rank, self.world, self.total = part.index, part.count, part.total_of_copies
+
+    def broadcast(self, content: torch.Tensor, root: int = 0) -> None:
+        own = content if self.rank == root else torch.zeros_like(content)
+        content.copy_(self.total(own.double()))
+
+
 class AloneCollective(Collective):
     """The collective of a single worker: its values are the sum."""
 
@@ -218,7 +244,7 @@ def check_mode(mode: str) -> str:
 class BufferKeeper:
     """Synchronizes the buffers of `model`, by `mode`."""
 
-    def __init__(self, model: nn.Module, mode: str, words: Words) -> None:
+    def __init__(self, model: nn.Module, mode: str, words: Words | CopyWords) -> None:
         self._mode, self._words = mode, words
         holders = model.modules() if mode != "local" and words.world > 1 else ()
         self._holders = [module for module in holders if any(True for _ in module.buffers(recurse=False))]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -22,17 +22,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.data.store.checkpoint import CheckpointStore, Loaded, NoCheckpoint, Snapshot
-from manyhands.data.store.state_tree import restore_optimizer
 from manyhands.engine.device import moved
 from manyhands.errors import UserError
-from manyhands.interop.own_loop.backward_rounds import PartsScaler, Rounds
-from manyhands.interop.own_loop.prepared_loader import prepare_loader
+from manyhands.interop.own_loop.backward_rounds import MEMORY, PartsScaler, Rounds
+from manyhands.interop.own_loop.prepared_loader import pieces_of, prepare_loader
 from manyhands.interop.own_loop.small_sums import Call
 from manyhands.strategy import Strategy
 
 __all__ = ["WorkerGroup"]
-
-_MEMORY: Final = "manyhands: what the exchange remembers"  # beside the user's own `extra` in a checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -67,6 +64,7 @@ class WorkerGroup:
         self._rounds, self._words = rounds, rounds.words
         self._buffers, self._on_abort = buffers, on_abort
         self._closing = ExitStack()
+        self._models: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
 
     @property
@@ -108,11 +106,29 @@ class WorkerGroup:
 
         read = (prepare_loader(one, self._rounds, move, to_split=split) for one in loaders)
         prepared: dict[int, Any] = dict(zip(map(id, loaders), read, strict=True))
-        if self._rounds.exchange.steps_itself:
+        if self._rounds.in_parts:
             enabled = (one for one in scalers if one.is_enabled())
             prepared |= {id(one): PartsScaler(one, self._rounds.unscale) for one in enabled}
+        for one in objects:
+            if isinstance(one, LRScheduler):
+                self._rounds.prepare_scheduler(one)
         results = tuple(prepared.get(id(one), one) for one in objects)
         return results[0] if len(results) == 1 else results
+
+    def step(self, batch: Any, loss: Callable[..., torch.Tensor | float]) -> torch.Tensor:
+        """Collective: forward and backward of this worker's batch; the mean of `loss(model, batch)` over all workers.
+
+        The same under every strategy; `pipeline`, where no worker can call the model, needs it. Then comes
+        `optimizer.step()`. Where gradients are disabled it only evaluates. Of several models, `loss` gets all.
+        """
+        runner = self._rounds.exchange.runner
+        if runner is None:
+            value = torch.as_tensor(loss(*self._models, batch))
+            if value.requires_grad:
+                value.backward()  # type: ignore[no-untyped-call]
+            return self.mean(value)
+        found = self._rounds.run(pieces_of(batch, runner.pieces), loss)
+        return self.mean(torch.tensor(found, dtype=torch.float64))
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside only add to this worker's gradients; the first one after it exchanges them all."""
@@ -146,13 +162,14 @@ class WorkerGroup:
         rows = tensor.detach().cpu()
         rows = rows.reshape(1) if rows.dim() == 0 else rows
         self._words.meet(Call.GATHER)
-        gathered = self._words.gather(rows if self._rounds.readings.part.share else rows[:0])
+        counts = self._rounds.part.speaks and self._rounds.readings.part.share
+        gathered = self._words.gather(rows if counts else rows[:0])
         return gathered.to(tensor.device)
 
     def mean(self, value: torch.Tensor | float) -> torch.Tensor:
         """Collective: the mean over workers, each weighted by its share of the batch being read: a loss, say."""
         given = torch.as_tensor(value).detach()
-        share = self._rounds.readings.part.share
+        share = self._rounds.readings.part.share if self._rounds.part.speaks else 0.0
         values = torch.cat([given.cpu().double().reshape(-1), torch.ones(1, dtype=torch.float64)])
         self._words.meet(Call.MEAN)
         total = self._words.total(values * share if share else torch.zeros_like(values))
@@ -172,18 +189,19 @@ class WorkerGroup:
         """
         model = self._rounds.require_model()
         self._words.meet(Call.SAVE, step)
+        optimizer: Mapping[str, Any] | None
         if len(self._optimizers) == 1:
-            optimizer = self._rounds.exchange.optimizer_state() or {}
+            optimizer = self._rounds.optimizer_state(Path(folder))
         else:
             optimizer = {str(number): one.state_dict() for number, one in enumerate(self._optimizers)}
-        kept = self._rounds.exchange.kept
+        kept, state = self._rounds.exchange.kept, self._rounds.model_state()
         memory = kept.gather() if kept is not None else {}
-        if self.is_main:
+        if self.is_main and state is not None and optimizer is not None:
             snapshot = Snapshot(
                 step=step,
-                model=model.state_dict(),
-                optimizer=optimizer,
-                extra={**(extra or {}), **({_MEMORY: dict(memory)} if memory else {})},
+                model=state,
+                optimizer=dict(optimizer),
+                extra={**(extra or {}), **({MEMORY: dict(memory)} if memory else {})},
                 may_hold_infinity=frozenset(name for name, _ in model.named_buffers()),
             )
             CheckpointStore(Path(folder), keep).save(snapshot)
@@ -202,11 +220,11 @@ class WorkerGroup:
             model.load_state_dict(loaded.model)
             many = len(self._optimizers) > 1
             for number, optimizer in enumerate(self._optimizers):
-                restore_optimizer(optimizer, loaded.optimizer[str(number)] if many else loaded.optimizer)
+                self._rounds.load_optimizer(
+                    optimizer, loaded.optimizer[str(number)] if many else loaded.optimizer
+                )
                 optimizer.zero_grad()
-            memory, kept = loaded.extra.pop(_MEMORY, {}), self._rounds.exchange.kept
-            if kept is not None:
-                kept.load(memory)
+            self._rounds.loaded(Path(folder), loaded)
         self._words.meet(Call.LOAD)
         self._rounds.clock.start()
         return Resumed(step=loaded.step, extra=loaded.extra) if loaded is not None else None
@@ -245,8 +263,10 @@ class WorkerGroup:
                 f"prepare got {missing}; give models and their optimizers in one call (a model that is only "
                 "evaluated does not need prepare)"
             )
-        if len(optimizers) > 1 and self._rounds.exchange.steps_itself:
-            raise UserError(f"prepare got {len(optimizers)} optimizers; central supports one")
+        if len(optimizers) > 1 and self._rounds.in_parts:
+            raise UserError(f"prepare got {len(optimizers)} optimizers; {self.strategy.word} supports one")
+        if self._rounds.exchange.cuts_model and any(hasattr(one, "_orig_mod") for one in models):
+            raise UserError(f"prepare got a model of torch.compile: {self.strategy.facts.cannot_compile}")
         known = {id(parameter) for model in models for parameter in model.parameters()}
         for optimizer in optimizers:
             for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
@@ -258,7 +278,7 @@ class WorkerGroup:
         if self.device.type != "cpu":
             for model in models:
                 model.to(self.device)  # the parameters stay the same objects, which the optimizers know
-        self._optimizers = list(optimizers)
+        self._models, self._optimizers = list(models), list(optimizers)
         self._rounds.attach(models, optimizers[0], self._buffers)
 
     def _find(self, store: CheckpointStore, step: int | None) -> Loaded | None:
@@ -273,8 +293,8 @@ class WorkerGroup:
         found = torch.tensor([-1.0 if loaded is None else loaded.step], dtype=torch.float64)
         self._words.broadcast(found.view(torch.uint8))
         which = int(found.item())
-        if self.is_main or which < 0:
-            return loaded
+        if which < 0 or (loaded is not None and loaded.step == which):
+            return loaded if which >= 0 else None
         try:
             return store.load(which)
         except NoCheckpoint as error:

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from manyhands.data.batches import BatchSource
 from manyhands.data.store.tensorfile import check_precision
 from manyhands.engine.fitting import fit
 from manyhands.errors import ManyhandsError, UserError, nearest
@@ -28,6 +28,9 @@ from manyhands.observe.draw.bars import Bars
 from manyhands.places.local.control import RoleContext
 from manyhands.places.local.host import threads_per_role
 from manyhands.places.local.supervisor import Ended, Role, Said, Supervisor
+from manyhands.serving.own_predictor import inputs_of_loss
+from manyhands.task import Task
+from manyhands.workloads.own_task import own_task
 from manyhands.workloads.predictor import in_precision
 from manyhands.workloads.tasks import build
 
@@ -43,19 +46,15 @@ class AskedModel:
 
     options: Mapping[str, Any]
     steps: int  # of training, so that its choices mean something
-    inputs: Callable[[Any], Tensor]  # real ones, of the task's evaluation data
-
-
-def _windows(evaluation: Any) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(evaluation[:_COMPARED, :-1])).long()
 
 
 MODELS: dict[str, AskedModel] = {
-    "digits": AskedModel(options={"width": 32}, steps=40, inputs=lambda evaluation: evaluation[0].float()),
-    "language": AskedModel(options={}, steps=20, inputs=_windows),
-    "recurrent": AskedModel(options={}, steps=20, inputs=_windows),
+    "digits": AskedModel(options={"width": 32}, steps=40),
+    "language": AskedModel(options={}, steps=20),
+    "recurrent": AskedModel(options={}, steps=20),
 }
-"""By the name of its task."""
+"""By the name of its task; a name with a colon is a Task of the user's own."""
+_OWN_STEPS = 20
 
 
 def run_bench(
@@ -67,7 +66,7 @@ def run_bench(
 ) -> dict[str, Any]:
     """Train each model for a moment, then measure every combination; the figures as JSON."""
     for name in models:
-        if name not in MODELS:
+        if name not in MODELS and ":" not in name:
             raise UserError(f"there is no model {name!r} to measure; {nearest(name, MODELS)}")
     for precision in precisions:
         check_precision(precision)
@@ -77,13 +76,13 @@ def run_bench(
     facts = host_facts()
     combinations = list(itertools.product(workers, batches, precisions))
     for name in models:
-        measured = MODELS[name]
-        task = build(name, **measured.options)
-        model = fit(task, "single", steps=measured.steps).model.eval()
-        inputs = measured.inputs(task.evaluation)[:_COMPARED]
+        measured = MODELS.get(name)
+        task = own_task(name) if measured is None else build(name, **measured.options)
+        model = fit(task, "single", steps=measured.steps if measured else _OWN_STEPS).model.eval()
+        inputs = _inputs(model, task)
         with torch.inference_mode():  # the share of the model's choices that are those of single precision
             usual = model(inputs).argmax(-1)
-            chosen = {one: in_precision(model, one)(inputs).float().argmax(-1) for one in precisions}
+            chosen = {one: _computing(model, one)(inputs).float().argmax(-1) for one in precisions}
         agrees = {one: float((choice == usual).double().mean()) for one, choice in chosen.items()}
         with Bars() as bars, bars.phase(name, len(combinations), "combinations") as phase:
             for count, batch, precision in combinations:
@@ -95,6 +94,23 @@ def run_bench(
                 rows.append({**about, **_measured(count, job, seconds)})
                 phase.advance(1)
     return {**facts, "seconds": seconds, "rows": rows}
+
+
+def _inputs(model: nn.Module, task: Task) -> Tensor:
+    """Real ones: what the task's loss gives the model for its evaluation data, or for its data."""
+    source = BatchSource(task.data if task.evaluation is None else task.evaluation, task.collate)
+    given = inputs_of_loss(model, task, source.fetch(range(min(_COMPARED, len(source)))))
+    if list(given) != [0]:
+        raise UserError(
+            f"task {task.name!r}: its model takes several or named tensors; models of one can be measured"
+        )
+    return given[0]
+
+
+def _computing(model: nn.Module, precision: str) -> Callable[[Tensor], Tensor]:
+    made = in_precision(model, precision)
+    kept = torch.bfloat16 if precision == "bf16" else None
+    return lambda inputs: made(inputs.to(kept) if kept and inputs.is_floating_point() else inputs)
 
 
 def _measured(
@@ -145,7 +161,7 @@ def measured_together(workers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def _work(
     context: RoleContext, *, model: nn.Module, inputs: Tensor, precision: str, batch: int, seconds: float
 ) -> Mapping[str, Any]:
-    computing = in_precision(model, precision)
+    computing = _computing(model, precision)
     rows = torch.arange(batch) % len(inputs)
     mine = inputs[rows]
     with torch.inference_mode():

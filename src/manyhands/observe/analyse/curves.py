@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from manyhands.observe.analyse.view import Curve
-from manyhands.observe.record.checked_values import final_loss, last_row, number, text, whole
+from manyhands.observe.record.checked_values import final_loss, last_row, logged_values, number, text, whole
 from manyhands.observe.record.events import Records
 
 __all__ = ["MAX_POINTS", "HistoryCurves", "RateCurve", "ThinnedCurve", "lower_is_better", "spread"]
@@ -157,6 +157,7 @@ class HistoryCurves:
         self._measured: Mapping[str, Any] = {}  # the row of the last evaluation
         self._loss = ThinnedCurve("loss")
         self._metrics: dict[str, ThinnedCurve] = {}
+        self._logged: dict[str, ThinnedCurve] = {}
         self._before_s = 0.0  # seconds taken by earlier parts of a resumed run
         self._last_s = 0.0
         self.best: tuple[str, float, int] | None = None
@@ -177,6 +178,8 @@ class HistoryCurves:
         if loss is not None:
             self._last = last_row((self._last, row), "loss") or row
             self._loss.add(step, self._before_s + at_s, float(loss))
+            for name, value in logged_values(row).items():
+                self._logged.setdefault(name, ThinnedCurve(name)).add(step, self._before_s + at_s, value)
         if metrics is not None:
             named = {text(name): number(value) for name, value in metrics.items()}
             known = {name: value for name, value in named.items() if value is not None}
@@ -202,6 +205,10 @@ class HistoryCurves:
 
     def curves(self, later_s: float) -> list[Curve]:
         return [self._loss.curve(later_s), *(curve.curve(later_s) for curve in self._metrics.values())]
+
+    def logged(self, later_s: float) -> list[Curve]:
+        """The learning rate and the gradient's norm, where the run logs them."""
+        return [curve.curve(later_s) for curve in self._logged.values()]
 
 
 def _worth(metric: str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from manyhands.observe.analyse.view import ModelView
@@ -11,7 +11,7 @@ from manyhands.observe.record.checked_values import number, text, whole
 __all__ = ["model_view"]
 
 _MOST_FEATURES = 10
-_MOST_LABELS = 20
+_MOST_LABELS = 100
 
 
 def model_view(summary: Mapping[str, Any]) -> ModelView | None:
@@ -34,11 +34,29 @@ def model_view(summary: Mapping[str, Any]) -> ModelView | None:
         },
         labels=tuple(text(str(one)) for one in labels) if is_square else (),
         confusion=tuple(map(tuple, table)) if is_square else (),
+        by_label=_by_label(labels, table) if is_square and len(labels) > 2 else (),
         importance=tuple(
             (text(one.get("feature")), number(one.get("gain")) or 0.0, whole(one.get("splits")) or 0)
             for one in rows[:_MOST_FEATURES]
         ),
         features=len(rows),
+    )
+
+
+def _by_label(
+    labels: Sequence[Any], table: Sequence[Sequence[int]]
+) -> tuple[tuple[str, int, float, float, float], ...]:
+    """What was never predicted has precision 0, as in scikit-learn."""
+    rows, predicted = [sum(row) for row in table], [sum(column) for column in zip(*table, strict=True)]
+    return tuple(
+        (
+            text(str(label)),
+            rows[at],
+            table[at][at] / max(1, predicted[at]),
+            table[at][at] / max(1, rows[at]),
+            2 * table[at][at] / max(1, predicted[at] + rows[at]),
+        )
+        for at, label in enumerate(labels)
     )
 
 

@@ -212,6 +212,7 @@ class Gather:
             final=self.history.final,
             best=self.history.best,
             curves=(loss, self._rate.curve(first_ns), *metrics),
+            logged=tuple(self.history.logged(self.training_began_s)),
             workers=workers,
             servers=servers,
             waits=tuple(tuple(snapshot.workers[i].wait_for_s[j] for j in roles) for i in roles),

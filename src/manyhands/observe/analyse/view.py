@@ -173,6 +173,8 @@ class ModelView:
     labels: tuple[str, ...] = ()
     confusion: tuple[tuple[int, ...], ...] = ()
     """How many rows of each label (row) were predicted to have each label (column)."""
+    by_label: tuple[tuple[str, int, float, float, float], ...] = ()
+    """Of each of several labels its rows, precision, recall and F1."""
     importance: tuple[tuple[str, float, int], ...] = ()
     """The features that matter most: name, gain and number of splits."""
     features: int = 0
@@ -199,6 +201,7 @@ class RunView:
     """Of the run's first metric that is not a loss, or its evaluation loss: name, best value so far, and after which
     step."""
     curves: tuple[Curve, ...]  # `loss` first, then `samples_per_s`, then one for each metric
+    logged: tuple[Curve, ...] = ()  # the learning rate and the gradient's norm, where the run logs them
     workers: tuple[WorkerView, ...]
     servers: tuple[ServerView, ...]
     waits: tuple[tuple[float, ...], ...]  # seconds that worker i (row) waited for worker j (column)

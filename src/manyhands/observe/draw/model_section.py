@@ -8,6 +8,8 @@ from manyhands.observe.draw.paper import PageSection, data_table, matrix, tile
 
 __all__ = ["model"]
 
+_MOST_DRAWN = 20  # labels of a confusion table
+
 
 def model(run: RunView) -> PageSection:
     view = run.model
@@ -17,7 +19,7 @@ def model(run: RunView) -> PageSection:
     if view.scores:
         tiles = "".join(tile(name, f"{value:.4g}") for name, value in view.scores.items())
         parts.append(f'<dl class="tiles">{tiles}</dl>')
-    if view.confusion:
+    if 0 < len(view.confusion) <= _MOST_DRAWN:
         parts.append(
             matrix(
                 view.confusion,
@@ -27,6 +29,11 @@ def model(run: RunView) -> PageSection:
                 show=lambda count: f"{count:,.0f}",
             )
         )
+    if view.by_label:
+        figures = [
+            (name, f"{rows:,}", *(f"{one:.3f}" for one in rest)) for name, rows, *rest in view.by_label
+        ]
+        parts.append(data_table(("label", "rows", "precision", "recall", "F1"), figures, title="By label"))
     body = "\n".join(parts)
     if view.importance:
         rows = [(name, short_number(gain), f"{splits:,}") for name, gain, splits in view.importance]

@@ -26,6 +26,7 @@ SECTIONS: Final[dict[str, str]] = {
     "wrong": "run_sections:wrong",
     "loss": "run_sections:loss",
     "metrics": "run_sections:metrics",
+    "optimizer": "run_sections:optimizer",
     "model": "model_section:model",
     "throughput": "run_sections:throughput",
     "workers": "run_sections:workers",

@@ -85,6 +85,17 @@ def metrics(view: RunView) -> paper.PageSection:
     return paper.PageSection("Metrics", chart)
 
 
+def optimizer(view: RunView) -> paper.PageSection | None:
+    """The learning rate and the gradient's norm, each with axes of its own; None where the run logs neither."""
+    kinds = {"learning rate": "lr", "gradient norm": "grad_norm"}
+    charts = []
+    for title, name in kinds.items():
+        series = [_by_step(curve) for curve in view.logged if curve.name.startswith(name)]
+        if series:
+            charts.append(line_chart(series, title=title.capitalize(), x_label="step", y_label=title))
+    return paper.PageSection("Optimizer", "".join(charts)) if charts else None
+
+
 def throughput(view: RunView) -> paper.PageSection:
     curves = [curve for curve in view.curves if curve.name == "samples_per_s"]
     chart = line_chart(

@@ -22,7 +22,7 @@ from manyhands.native.closeable import Closeable
 from manyhands.observe.analyse.follow import RunFollower, read_interleaved
 from manyhands.observe.analyse.run_view import Gather
 from manyhands.observe.analyse.view import RunView
-from manyhands.observe.record.checked_values import number, text
+from manyhands.observe.record.checked_values import logged_values, number, text
 
 __all__ = ["LiveTensorboard", "TensorboardFiles", "write_run"]
 
@@ -64,6 +64,8 @@ class TensorboardFiles(Closeable):
         step = int(row["step"])
         if row.get("loss") is not None:
             self._scalar("loss", row["loss"], step, wall_s)
+        for name, value in logged_values(row).items():
+            self._scalar(f"optimizer/{name}", value, step, wall_s)
         for name, value in (row.get("metrics") or {}).items():
             if (known := number(value)) is not None:
                 self._scalar(f"metrics/{text(name)}", known, step, wall_s)

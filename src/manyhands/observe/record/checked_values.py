@@ -6,6 +6,7 @@ A value of the wrong type, or beyond what any run writes, is treated as missing.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -52,9 +53,18 @@ def last_row(rows: Iterable[Mapping[str, Any]], name: str) -> Mapping[str, Any] 
     return last
 
 
+_LOGGED = re.compile(r"lr(_[0-9]{1,2})?|grad_norm")
+
+
 def final_loss(rows: Iterable[Mapping[str, Any]]) -> float | None:
     last = last_row(rows, "loss")
     return None if last is None else float(last["loss"])
+
+
+def logged_values(row: Mapping[str, Any]) -> dict[str, float]:
+    """The learning rates and the gradient's norm in a step's row, where the run logs them."""
+    named = ((name, number(value)) for name, value in row.items() if _LOGGED.fullmatch(str(name)))
+    return {name: value for name, value in named if value is not None}
 
 
 def final_metrics(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Self
 
 from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
@@ -43,6 +44,9 @@ class Launched:
     strategy: Strategy | None = None
     device: str | None = None
     joins: int = 0  # how many groups the script has joined
+    role: tuple[str, int] | None = None  # where servers are among the processes: worker or ps, and its number
+    world: int = 0  # then, how many processes there are
+    counts: dict[str, Any] = field(default_factory=dict)  # what the process reports at its end
 
 
 launched: Launched | None = None  # set while a launched script runs in this process
@@ -97,10 +101,12 @@ def joining_place(environment: Mapping[str, str] = os.environ) -> ProcessPlace:
         )
     if launched is not None:
         context = launched.context
+        role, rank = launched.role or ("worker", context.rank)
         return ProcessPlace(
-            rank=context.rank,
-            world=context.world,
+            rank=rank,
+            world=launched.world or context.world,
             kind="launch",
+            role=role,
             open_store=lambda _: FileStore(f"/proc/self/fd/{context.descriptor('store')}", context.world),
             launched=launched,
         )
@@ -110,6 +116,9 @@ def joining_place(environment: Mapping[str, str] = os.environ) -> ProcessPlace:
         )
     if is_worker():
         raise UserError("this process is a worker of fit, which has its own loop; join is for scripts")
+    specified = SpecificationPlace.found(environment) if TF_CONFIG in environment else None
+    if specified is not None:
+        return specified.joining()
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return under_torchrun(environment)
     return ProcessPlace(rank=0, world=1, open_store=lambda _: HashStore())
@@ -220,6 +229,21 @@ class SpecificationPlace(ExternalPlace):
                 cluster=spec,
             )
         )
+
+    def joining(self) -> ProcessPlace:
+        """The place of a process with a loop of its own: the first worker's address has the store."""
+        place, spec = self.process, self.process.cluster
+        assert spec is not None, "a role is one of a specification"
+        assert place.leader is not None, "whose addresses are known"
+        if "ps" in spec.addresses:
+            raise UserError(
+                "TF_CONFIG lists ps, but a loop of your own has workers only under a cluster specification; leave ps "
+                "out, or start it with manyhands launch --strategy ps"
+            )
+        host, _, port = place.leader.rpartition(":")
+        host = host.strip("[]")
+        hosted = partial(_open_tcp_store, host, int(port), hosted=place.rank == 0)
+        return replace(place, open_store=hosted, master=host)
 
     def run(self, run: PlacedRun) -> Any:
         spec = self.process.cluster

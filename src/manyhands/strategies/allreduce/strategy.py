@@ -227,6 +227,7 @@ class AllReduce(Strategy):
             stepping=(Stepping.IN_TURN if urgent else Stepping.TOGETHER,),
             can_change_workers=self.elastic,
             continues_with_fewer=self.elastic,
+            leaves_steps_out=not (urgent or self.elastic),
             uses_links=self._uses_links,
             kernels=() if rounds_hops(self.codec) else ("codecs",),
             cannot_clip="order=priority steps the first parameters before the last gradients are there, and clips "

@@ -45,6 +45,7 @@ __all__ = [
     "held_back",
     "labels_of",
     "reading_ahead",
+    "selected",
 ]
 
 Indices = NDArray[np.int64]
@@ -52,7 +53,13 @@ NATURAL: Final = "natural"
 _DEFAULTS: Final[dict[str, float]] = {"shards": 2, "dirichlet": 0.5, "quantity": 0.5}
 _WORDS: Final = ("iid", *_DEFAULTS, NATURAL)
 _FEWEST = 1  # samples of a client, whatever the draw
-_HOLDING = 3
+_SELECTING, _HOLDING = 1, 3
+
+
+def selected(seed: int, number: int, clients: int, count: int) -> list[int]:
+    """The clients of round `number`: `count` of them, all equally likely, in ascending order."""
+    random = np.random.default_rng(mix(seed, number, _SELECTING))
+    return sorted(random.choice(clients, count, replace=False).tolist())
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,12 +35,11 @@ __all__ = [
     "held",
     "held_names",
     "plain_products",
-    "selected",
     "steps_in",
     "work_of",
 ]
 
-_SELECTING, _SHUFFLING = 1, 2
+_SHUFFLING = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,12 +53,6 @@ class LocalWork:
 def work_of(strategy: Federated) -> LocalWork:
     whole = algorithm_named(strategy.algorithm).whole_batches
     return LocalWork(epochs=1 if whole else strategy.epochs, batch=ALL if whole else strategy.batch)
-
-
-def selected(seed: int, number: int, clients: int, count: int) -> list[int]:
-    """The clients of round `number`: `count` of them, all equally likely, in ascending order."""
-    random = np.random.default_rng(mix(seed, number, _SELECTING))
-    return sorted(random.choice(clients, count, replace=False).tolist())
 
 
 def batches(

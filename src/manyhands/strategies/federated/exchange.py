@@ -25,7 +25,7 @@ from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.common.collectives.collective import Collective, broadcast, total
 from manyhands.strategies.federated import client_states
 from manyhands.strategies.federated.algorithms import FederatedAlgorithm, FederatedFacts, algorithm_named
-from manyhands.strategies.federated.client_data import Partition, held_back, reading_ahead
+from manyhands.strategies.federated.client_data import Partition, held_back, reading_ahead, selected
 from manyhands.strategies.federated.client_measures import ClientEvaluation
 from manyhands.strategies.federated.client_states import ClientStates, LocalLayers, UpdateCoding
 from manyhands.strategies.federated.client_updates import (
@@ -37,7 +37,7 @@ from manyhands.strategies.federated.client_updates import (
     Tensors,
     require_finite,
 )
-from manyhands.strategies.federated.clients import held, held_names, selected, steps_in, work_of
+from manyhands.strategies.federated.clients import held, held_names, steps_in, work_of
 from manyhands.strategies.federated.private_rounds import PrivateRounds
 from manyhands.strategies.federated.simulation import (
     ClientRunner,
@@ -51,7 +51,7 @@ from manyhands.strategies.federated.simulation import (
 )
 from manyhands.strategies.federated.strategy import Federated, tuning_epochs
 from manyhands.strategies.federated.update_tally import tally_for
-from manyhands.task import Task
+from manyhands.task import Metric, Task
 from manyhands.wire.parcels import Parcel
 
 if TYPE_CHECKING:
@@ -188,7 +188,8 @@ class FederatedExchange(Exchange):
             return self._trainer
         self._partition(computer.task)
         task = replace(computer.task, loss=_precise(computer, computer.task.loss))
-        measures = {name: _precise(computer, one) for name, one in computer.measures().items()}
+        kinds: dict[str, Metric] = {**computer.measures(), **task.stateful_metrics}
+        measures = {name: _precise(computer, one) for name, one in kinds.items()}
         self._evaluation = ClientEvaluation(
             task=task, model=model, measures=measures, tested=self._tested, rank=self.rank, world=self.world
         )

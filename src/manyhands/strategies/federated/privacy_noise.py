@@ -146,7 +146,8 @@ def clipped(change: Tensors, bound: float) -> tuple[Tensor, bool]:
 
 
 def next_bound(bound: float, quantile: float, within: float) -> float:
-    return bound * math.exp(-_RATE * (within - quantile))
+    # the share has noise: a step of e⁵ and more says nothing, and could overflow
+    return bound * math.exp(max(-5.0, min(5.0, -_RATE * (within - quantile))))
 
 
 # One round's noise. A client's vector is its clipped update and, where the clip adapts, one item that says whether it

@@ -15,7 +15,7 @@ import logging
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any, Final
 
@@ -39,6 +39,7 @@ __all__ = [
     "RoundKind",
     "Spending",
     "need_accountant",
+    "spoiled_buffer",
 ]
 
 _ENDLESS: Final = 1 << 40
@@ -53,13 +54,14 @@ class RoundKind:
     """The probability with which a client is in the round, where that stays secret; 1 where it is known."""
 
 
-def need_accountant() -> None:
+def need_accountant(setting: str = "noise") -> None:
     try:
         import dp_accounting  # noqa: F401
     except ImportError as error:
+        what = "computes epsilon" if setting == "noise" else "computes the noise that it takes"
         raise UserError(
-            "noise needs the dp-accounting package, which computes epsilon; "
-            "pip install 'manyhands[privacy]', or leave out noise="
+            f"{setting} needs the dp-accounting package, which {what}; "
+            f"pip install 'manyhands[privacy]', or leave out {setting}="
         ) from error
 
 
@@ -105,6 +107,26 @@ def most_rounds(
         return epsilon_of(played, delta) > epsilon
 
     return bisect_left(range(1, _ENDLESS), True, key=exceeds)
+
+
+_DIGITS: Final = 9000  # numbers of four digits in each power of ten
+
+
+@lru_cache(maxsize=64)
+def least_noise(rounds: int, probability: float, epsilon: float, delta: float) -> float | None:
+    """The smallest noise of four digits with which so many rounds cost at most `epsilon`; None: no noise is enough."""
+
+    def noise(number: int) -> float:
+        power, digits = divmod(number, _DIGITS)
+        return float(f"{1000 + digits}e{power - 3}") * _LEAST_NOISE
+
+    def suffices(number: int) -> bool:
+        kind = RoundKind(noise=float(f"{noise(number):.4g}"), probability=probability)
+        return epsilon_of({kind: rounds}, delta) <= epsilon
+
+    powers = round(math.log10(_MOST_NOISE / _LEAST_NOISE))
+    found = bisect_left(range(powers * _DIGITS), True, key=suffices)
+    return float(f"{noise(found):.4g}") if found < powers * _DIGITS else None
 
 
 class Spending:
@@ -179,8 +201,10 @@ class Spending:
 
 _LEAST_NOISE, _MOST_NOISE = 1e-3, 1e6
 SERVER, CLIENTS = "server", "clients"
-FIXED, POISSON = "fixed", "poisson"
+FIXED, POISSON, AUTO = "fixed", "poisson", "auto"
 SYSTEM, SEED = "system", "seed"
+_USUAL_CLIP: Final = "adaptive:0.5"
+_USUAL_DELTA: Final = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,7 +223,7 @@ class PrivacyTerms:
 
     def __post_init__(self) -> None:
         check_choice("noise_by", self.noise_by, (SERVER, CLIENTS))
-        check_choice("sampling", self.sampling, (FIXED, POISSON))
+        check_choice("sampling", self.sampling, (AUTO, FIXED, POISSON))
         check_choice("randomness", self.randomness, (SYSTEM, SEED))
         if self.noise != 0 and not _LEAST_NOISE <= self.noise <= _MOST_NOISE:
             raise UserError(
@@ -207,20 +231,16 @@ class PrivacyTerms:
                 "divided by what one client can change"
             )
         rule = ClipRule.parse(self.clip)
-        if self.noise == 0:
-            usual = {
-                "epsilon": 0.0,
-                "delta": 0.0,
-                "noise_by": SERVER,
-                "sampling": FIXED,
-                "randomness": SYSTEM,
-            }
+        if not 0 <= self.epsilon < math.inf:
+            raise UserError(f"epsilon={self.epsilon:g}: must be a number above 0, or 0 for no budget")
+        if not (self.noise or self.epsilon):
+            usual = {"delta": 0.0, "noise_by": SERVER, "sampling": AUTO, "randomness": SYSTEM}
             for name, default in usual.items():
                 if (value := getattr(self, name)) != default:
                     shown = f"{value:g}" if isinstance(value, float) else value
-                    raise UserError(f"{name}={shown}: needs noise; add noise=1.0")
+                    raise UserError(f"{name}={shown}: needs noise; add epsilon=8 or noise=1.0")
             return
-        if rule is None:
+        if self.noise and rule is None:
             raise UserError(
                 f"noise={self.noise:g}: without clip= an update may have any norm, and no noise hides it; add "
                 "clip=1.0 or clip=adaptive:0.5"
@@ -228,14 +248,12 @@ class PrivacyTerms:
         self._check_promise()
 
     def _check_promise(self) -> None:
-        if self.delta == 0 and self.epsilon:
+        if self.delta == 0 and self.epsilon and self.noise:
             raise UserError(f"epsilon={self.epsilon:g}: needs delta; add delta=1e-5, well below 1 / clients")
-        if not 0 < self.delta < 1:
+        if not 0 < self.delta < 1 and (self.noise or self.delta):
             raise UserError(
                 f"delta={self.delta:g}: with noise it must be above 0 and below 1, as in delta=1e-5"
             )
-        if not 0 <= self.epsilon < math.inf:
-            raise UserError(f"epsilon={self.epsilon:g}: must be a number above 0, or 0 for no budget")
         if self.noise_by == CLIENTS and not self.secure:
             raise UserError(
                 "noise_by=clients: the server would see each update with a small share of the noise; add secure=yes, "
@@ -249,8 +267,31 @@ class PrivacyTerms:
         if not self.secure and self.fraction < 1 and self.sampling == FIXED:
             raise UserError(
                 f"fraction={self.fraction:g}: with noise, epsilon holds only if each client is drawn independently; "
-                "add sampling=poisson"
+                "use sampling=poisson"
             )
+
+    @property
+    def poisson(self) -> bool:
+        """Whether each client is drawn by itself: that makes rounds cheap where the draws are secret."""
+        secret = self.noise > 0 and self.fraction < 1 and not self.secure
+        return self.sampling == POISSON or (self.sampling == AUTO and secret)
+
+    def with_noise(self, clients: int, rounds: int) -> PrivacyTerms:
+        """With the least noise that keeps a client of so many rounds within epsilon, and what else is left open.
+
+        The usual delta is 1e-5, or clients^-1.1 where that is less (McMahan et al., ICLR 2018).
+        """
+        usual = min(_USUAL_DELTA, float(f"{clients**-1.1:.0e}"))
+        clip = self.clip if self.rule is not None else _USUAL_CLIP
+        open_yet = replace(self, noise=_MOST_NOISE, clip=clip, delta=self.delta or usual)
+        probability = self.fraction if open_yet.poisson else 1.0
+        noise = least_noise(rounds, probability, self.epsilon, open_yet.delta)
+        if noise is None:
+            raise UserError(
+                f"epsilon={self.epsilon:g}: no noise up to {_MOST_NOISE:g} keeps {rounds} rounds within it at "
+                f"delta={open_yet.delta:g}; use fewer rounds, or a larger epsilon or delta"
+            )
+        return replace(open_yet, noise=noise)
 
     @property
     def rule(self) -> ClipRule | None:
@@ -294,6 +335,13 @@ class PrivacyTerms:
             )
 
 
+def spoiled_buffer(noise: float, name: str) -> str:
+    return (
+        f"noise={noise:g}: the model's buffer {name!r} is averaged over clients, like BatchNorm "
+        "statistics, and noise would corrupt it; use GroupNorm or LayerNorm instead"
+    )
+
+
 _SELECTING, _SERVER, _CLIENT = 11, 12, 13
 
 
@@ -301,23 +349,34 @@ class PrivateRounds:
     """What a server of a private run keeps from round to round, the same on every worker."""
 
     def __init__(
-        self, terms: PrivacyTerms, clients: int, per_round: int, fixed: FixedPoint | None, seed: int
+        self,
+        terms: PrivacyTerms,
+        clients: int,
+        per_round: int,
+        fixed: FixedPoint | None,
+        seed: int,
+        *,
+        known: bool = False,
     ) -> None:
-        """For so many clients; `fixed` is that of the secure sum, where there is one."""
+        """For so many clients; `fixed` is that of the secure sum, where there is one.
+
+        Where it is `known` who is in which round, as with secure sums, each client is counted by its own.
+        """
         rule = terms.rule
         assert rule is not None, "without a clip nothing is private"
+        assert terms.noise or not terms.epsilon, "noise follows from epsilon before"
         terms.check_clients(clients, per_round, fixed)
         self._terms, self._clients, self._seed = terms, clients, seed
         self._quantile = rule.quantile
         self._least, self._most = terms.limits(per_round, fixed)
         self.bound = self._allowed(rule.bound)
         self.ended = ""  # why no round may follow, once that is known
-        self.draws_itself: Final = terms.sampling == POISSON  # whether `drawn` says who takes part
+        self.draws_itself: Final = terms.poisson  # whether `drawn` says who takes part
         # how many clients take part in a round, on average; sums are divided by it
         self.cohort: Final = terms.fraction * clients if self.draws_itself else float(per_round)
         self.fewest: Final = fewest_clients(per_round)
         kind = RoundKind(noise=terms.noise, probability=terms.fraction if self.draws_itself else 1.0)
-        counted = clients if terms.secure else 0
+        counted = clients if terms.secure or known else 0
         budget = {"epsilon": terms.epsilon, "delta": terms.delta}
         self.spending: Final = Spending(kind, **budget, clients=counted) if terms.noise else None
         self.step: Final = fixed.step if fixed is not None else 0.0  # of the fixed-point encoding
@@ -369,13 +428,27 @@ class PrivateRounds:
         if state is not None and self._quantile is not None:
             self.bound = self._allowed(float(state["bound"]))
 
+    def forecast(self, rounds: int) -> str:
+        """What so many rounds will cost, or how many the budget allows; empty without a budget."""
+        terms, spending = self._terms, self.spending
+        if spending is None or spending.most_rounds is None:
+            return ""
+        drawn = f", each client drawn with probability {terms.fraction:g}" if self.draws_itself else ""
+        given = f"clip={terms.clip}, delta={terms.delta:g}{drawn}"
+        if rounds > spending.most_rounds:
+            most = f"{spending.most_rounds} of {rounds}"
+            return f"epsilon={terms.epsilon:g} with noise={terms.noise:g} allows {most} rounds of a client ({given})"
+        after = f"{spending.epsilon_after(rounds):.4g} after {rounds} round{'s' * (rounds != 1)}"
+        return f"epsilon={terms.epsilon:g} with noise={terms.noise:g} will be {after} of a client ({given})"
+
     def summary(self) -> dict[str, Any]:
         found: dict[str, Any] = {"clip": self.bound, "noise": self._terms.noise}
         terms, spending = self._terms, self.spending
         if spending is None:
             return found
         against = "the server and everybody else" if terms.noise_by == CLIENTS else "everybody but the server"
-        words = f"privacy of each client, against {against}: {spending.summary()}, at delta={terms.delta:g}"
+        spent = f"{spending.summary()} with noise={terms.noise:g}, at delta={terms.delta:g}"
+        words = f"privacy of each client, against {against}: {spent}"
         if spending.most_rounds is not None:
             words += f", of a budget of {terms.epsilon:g}"
         if terms.randomness == SEED:

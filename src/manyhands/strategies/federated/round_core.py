@@ -20,8 +20,8 @@ from enum import StrEnum
 from typing import Any, TypeAlias
 
 from manyhands.errors import DataError, UserError
+from manyhands.strategies.federated.client_data import selected
 from manyhands.strategies.federated.client_updates import check_norm_ratio, described_norms, rejected_by_norm
-from manyhands.strategies.federated.clients import selected
 
 __all__ = [
     "AbandonRound",

@@ -6,8 +6,11 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
+import numpy as np
+
+from manyhands.data.own import Parties
 from manyhands.errors import UserError, nearest
 from manyhands.facts import (
     ENDS,
@@ -22,10 +25,11 @@ from manyhands.facts import (
     WorkerMemory,
 )
 from manyhands.strategies.federated.algorithms import FederatedAlgorithm, algorithm_named
-from manyhands.strategies.federated.client_data import NATURAL, Partition
+from manyhands.strategies.federated.client_data import NATURAL, Partition, selected
 from manyhands.strategies.federated.client_states import EVERYTHING_SHARED
 from manyhands.strategies.federated.client_updates import check_norm_ratio
-from manyhands.strategies.federated.private_rounds import FIXED, SERVER, SYSTEM, PrivacyTerms
+from manyhands.strategies.federated.private_rounds import AUTO as AUTO_SAMPLING
+from manyhands.strategies.federated.private_rounds import SERVER, SYSTEM, PrivacyTerms, need_accountant
 from manyhands.strategies.federated.secure.fixedpoint import MOST_WEIGHT, FixedPoint
 from manyhands.strategy import Strategy, integer, setting, switch_setting
 from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, has_feedback
@@ -153,11 +157,13 @@ class Federated(Strategy):
     noise_by: str = setting(SERVER, str)
     """Who adds it: the `server`, or the `clients`, each its share, so that a server sees no sum without it."""
     epsilon: float = setting(0.0, _read_number, _shown)
-    """The run ends before more than this is given away of a client; 0: it is counted, and no bound."""
+    """The run ends before more than this is given away of a client; without noise=, the noise that takes is computed.
+    0: it is counted, and no bound."""
     delta: float = setting(0.0, _read_number, _shown)
     """With noise, the chance for which epsilon need not hold: well below one by the number of clients."""
-    sampling: str = setting(FIXED, str)
-    """How a round's clients are drawn: a `fixed` number of them, or each by a draw of its own (`poisson`)."""
+    sampling: str = setting(AUTO_SAMPLING, str)
+    """How a round's clients are drawn: a `fixed` number of them, or each by a draw of its own (`poisson`); `auto`: the
+    latter where that makes noise cheaper."""
     randomness: str = setting(SYSTEM, str)
     """Where noise comes from: the operating `system`, or the run's `seed`, which is for tests and hides nothing."""
 
@@ -284,6 +290,25 @@ class Federated(Strategy):
         with _named_federated():
             return PrivacyTerms(**{name: getattr(self, name) for name in PrivacyTerms.__dataclass_fields__})
 
+    def for_run(self, task: Any, steps: int, seed: int) -> Federated:
+        """Where epsilon alone was given, with the noise that keeps so many rounds within it."""
+        if self.noise or not self.epsilon:
+            return self
+        need_accountant("epsilon")
+        natural = self.partition == NATURAL and isinstance(task.data, Parties)
+        clients = len(task.data.split()) if natural else self.clients
+        with _named_federated():
+            found = self.privacy.with_noise(clients, self.rounds_of_one(steps, clients, seed))
+        return replace(self, noise=found.noise, clip=found.clip, delta=found.delta)
+
+    def rounds_of_one(self, rounds: int, clients: int, seed: int) -> int:
+        """In how many of so many rounds a client is, as privacy counts: of a secure sum, the one that is in most."""
+        if not self.secure:
+            return rounds
+        per_round = self.per_round(clients)
+        drawn = [selected(seed, number, clients, per_round) for number in range(rounds)]
+        return int(np.bincount(np.concatenate(drawn)).max())
+
     def check_clients(self, clients: int) -> None:
         """UserError where what is promised is void for so many clients."""
         fixed = self.fixed_point if self.secure else None
@@ -370,5 +395,6 @@ class Federated(Strategy):
             cannot_stream=numbered,
             cannot_read_apart=numbered,
             cannot_compile="clients train copies of the model, which are not compiled",
-            instead_of_own_loop="give mh.fit a Task for federated",
+            instead_of_own_loop="give mh.fit a Task: its clients have data of their own and train in rounds, so no "
+            "loop over batches can mean it",
         )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
 from manyhands.data.own import Parties
+from manyhands.engine.computing import TrainingPlan
 from manyhands.engine.exchange import Exchange, Resources
 from manyhands.engine.request import Request
+from manyhands.engine.training import Result, Stage
 from manyhands.engine.worker_processes import ExchangeTraining
 from manyhands.errors import UserError
 from manyhands.places.local.template import expect
@@ -19,11 +21,14 @@ from manyhands.strategies.federated.client_measures import skew_of, spread_of
 from manyhands.strategies.federated.client_states import local_names
 from manyhands.strategies.federated.clients import held_names
 from manyhands.strategies.federated.exchange import FederatedExchange, private_rounds, split_over
-from manyhands.strategies.federated.private_rounds import need_accountant
+from manyhands.strategies.federated.private_rounds import need_accountant, spoiled_buffer
 from manyhands.strategies.federated.secure.primitives import need_cryptography
 from manyhands.strategies.federated.simulation import simulated_rounds
 from manyhands.strategies.federated.strategy import Federated
 from manyhands.task import Task
+
+if TYPE_CHECKING:
+    from manyhands.places.external.process_group import ProcessGroup
 
 
 class FederatedTraining(ExchangeTraining):
@@ -37,6 +42,7 @@ class FederatedTraining(ExchangeTraining):
         assert isinstance(task, Task), "a compiled task is refused before"
         for name, wanted in (
             ("weights", task.weights is not None),
+            ("sampler", task.sampler is not None),
             ("microbatches", task.microbatches > 1),
             ("sparse", bool(task.sparse)),
         ):
@@ -49,7 +55,19 @@ class FederatedTraining(ExchangeTraining):
         strategy.check_round(len(found))
         simulated_rounds(strategy, len(found), request.plan.seed)
         local_names(held_names(model), strategy.keep)
-        _check_privacy(strategy, model, len(found))
+        self._forecast = _privacy_forecast(strategy, model, len(found), request.plan)
+
+    def run(self, stage: Stage) -> Result:
+        self._say_forecast(stage)
+        return super().run(stage)
+
+    def lead(self, stage: Stage, process_group: ProcessGroup) -> Result:
+        self._say_forecast(stage)
+        return super().lead(stage, process_group)
+
+    def _say_forecast(self, stage: Stage) -> None:
+        if self._forecast and self._start is None:  # a resumed run has spent some already
+            stage.say(self._forecast)
 
     def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
         samples, besides = super().gather(finished)
@@ -74,6 +92,9 @@ class FederatedTraining(ExchangeTraining):
                 parties[f"measures{suffix}"] = measures
                 spreads = {name: spread_of(values) for name, values in measures.items()}
                 besides[f"fairness{suffix}"] = spreads
+        if strategy.gives_own_models:  # of clients' own models on their own samples
+            means = {name: spread["mean"] for name, spread in besides.get("fairness", {}).items() if spread}
+            besides["final"] = {f"personal_{name}": mean for name, mean in means.items()}
         return samples, {**besides, "parties": parties}
 
     def notices(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
@@ -108,20 +129,18 @@ class FederatedTraining(ExchangeTraining):
         return FederatedExchange(strategy, resources.seed, collective)
 
 
-def _check_privacy(strategy: Federated, model: nn.Module, clients: int) -> None:
+def _privacy_forecast(strategy: Federated, model: nn.Module, clients: int, plan: TrainingPlan) -> str:
+    """What the run's rounds will cost of its budget, if it has one; UserError where nothing can be promised."""
     if strategy.privacy.rule is None:
-        return
+        return ""
     strategy.check_clients(clients)
     if not strategy.noise:
-        return
+        return ""
     need_accountant()
     expect(("dp_accounting",))  # which takes a second to import: once, and not in every worker of every run
     buffers = [name for name, buffer in model.named_buffers() if buffer.is_floating_point()]
     if buffers:
-        raise UserError(
-            f"noise={strategy.noise:g}: the model's buffer {buffers[0]!r} is averaged over clients, like BatchNorm "
-            "statistics, and noise would corrupt it; use GroupNorm or LayerNorm instead"
-        )
+        raise UserError(spoiled_buffer(strategy.noise, buffers[0]))
     rounds = private_rounds(strategy, clients, seed=0)
     assert rounds is not None, "there is a clip"
     assert rounds.spending is not None, "there is noise"
@@ -131,3 +150,4 @@ def _check_privacy(strategy: Federated, model: nn.Module, clients: int) -> None:
             f"epsilon={strategy.epsilon:g}: one round with noise={strategy.noise:g} costs {one:.3g} at "
             f"delta={strategy.delta:g}; use more noise, a smaller fraction, or a larger epsilon"
         )
+    return rounds.forecast(strategy.rounds_of_one(plan.steps, clients, plan.seed))

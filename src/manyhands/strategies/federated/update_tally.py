@@ -33,7 +33,7 @@ from manyhands.strategies.federated.secure.secure_messages import SecureTerms
 from manyhands.strategies.federated.secure.secure_protocol import SecureStage
 from manyhands.strategies.federated.strategy import Federated
 
-__all__ = ["SecureTally", "hash_of", "tally_for"]
+__all__ = ["PlainTally", "SecureTally", "hash_of", "private_sum", "tally_for"]
 
 Total = Callable[[Tensor], Tensor]  # collective: the sum of a flat float64 tensor over the workers
 
@@ -121,8 +121,8 @@ class PrivateTally:
     ) -> None:
         self._rounds, self._like, self._place = rounds, like, place
         self._noise = rounds.noise
-        self._items = sum(one.numel() for one in like)
-        self._inside = inside([torch.zeros(self._items + int(self._noise.adapts), dtype=torch.float64)])
+        items = sum(one.numel() for one in like)
+        self._inside = inside([torch.zeros(items + int(self._noise.adapts), dtype=torch.float64)])
 
     def add(self, update: ClientUpdate, weight: float) -> None:
         del weight
@@ -136,24 +136,25 @@ class PrivateTally:
         self._inside.add(sent, 1.0)
 
     def total(self, largest: int | None = None) -> TallySum:
-        """Collective: the noisy sum; what the round cost is counted, and the next one's bound is set."""
         del largest  # the clip bounds every norm
-        rounds, place = self._rounds, self._place
-        if rounds.spending is not None:
-            rounds.spending.take(place.clients)
-        found = self._inside.total()
-        row, draws = found.sums[0].cpu(), rounds.draws(place.number)
-        if draws is not None:  # the server's noise, which worker 0 draws for all
-            if place.rank:
-                row.zero_()
-            else:
-                self._noise.add(row, draws)
-            row = place.total(row)
-        if self._noise.adapts:
-            rounds.follow(self._noise.share_within(float(row[-1]), rounds.cohort))
-        return replace(
-            found, sums=shaped(row[: self._items], self._like), weight=rounds.cohort, loss=math.nan
-        )
+        return private_sum(self._inside.total(), self._rounds, self._like, self._place)
+
+
+def private_sum(found: TallySum, rounds: PrivateRounds, like: Tensors, place: RoundPlace) -> TallySum:
+    """Collective: a sum of clipped updates with its noise; what the round cost is counted, the next bound is set."""
+    if rounds.spending is not None:
+        rounds.spending.take(place.clients)
+    noise, items = rounds.noise, sum(one.numel() for one in like)
+    row, draws = found.sums[0].cpu(), rounds.draws(place.number)
+    if draws is not None:  # the server's noise, which worker 0 draws for all
+        if place.rank:
+            row.zero_()
+        else:
+            noise.add(row, draws)
+        row = place.total(row)
+    if noise.adapts:
+        rounds.follow(noise.share_within(float(row[-1]), rounds.cohort))
+    return replace(found, sums=shaped(row[:items], like), weight=rounds.cohort, loss=math.nan)
 
 
 _NO_WORDS: Words = np.empty(0, np.uint64)  # of a client that leaves before it masks

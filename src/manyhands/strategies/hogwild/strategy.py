@@ -95,7 +95,7 @@ class Hogwild(Strategy):
             when_evaluating="Hogwild workers wait for each other at each evaluation.",
             cannot_cross_hosts="its workers write to one memory without locks, and hosts do not share memory",
             cannot_read_apart="under hogwild one worker computes each batch, and which one is not known in advance",
-            instead_of_own_loop="give mh.fit a Task for hogwild",
+            instead_of_own_loop="leave hands=threads out" if self.hands == "threads" else "",
             refused_buffers={
                 "synchronize": "one worker computes each batch, so its statistics are already those of the global batch"
             },

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from manyhands.data.store.checkpoint import CheckpointStore, Loaded
 from manyhands.data.store.state_tree import restore_optimizer
 from manyhands.engine.buffers import make_alike
-from manyhands.engine.clipping import clip_own
+from manyhands.engine.clipping import clip_own, logged
 from manyhands.engine.computing import Built, Computed, Computer, TrainingPlan
-from manyhands.engine.exchange import Meter, Resources, SentFor
+from manyhands.engine.exchange import Meter, Resources, SentFor, SingleExchange
 from manyhands.engine.options import MEAN
+from manyhands.engine.profiler import StepProfiler
 from manyhands.engine.reduction import require_reduction
 from manyhands.engine.reporting import Reporter, StepBook, WorkerContext
 from manyhands.engine.run import overlap_summary
@@ -80,10 +81,11 @@ class HogwildTrainer:
         self._stepper: SharedStepper | None = None
         self._broken = self._cause = ""
         self._course = Course()
+        self._profiler = StepProfiler(plan.profiled, self.rank)
 
     def run(self, start: Loaded | None = None) -> Trained:
         """Train from `start`, whose tensors it removes, or from scratch; NonFinite on the worker whose loss broke."""
-        with self._computer.loading_ahead():
+        with self._computer.loading_ahead(), closing(self._profiler):
             return self._run(start)
 
     def _run(self, start: Loaded | None) -> Trained:
@@ -126,7 +128,7 @@ class HogwildTrainer:
             self._reporter.evaluate(step, self._called)
         self._reporter.send(now=True)
         self._worker_context.mark(step, State.FINISHED)
-        return self._trained(model, step, stopped)
+        return self._trained(model, step, stopped, self._reporter.chosen(None))
 
     def total(self, values: Tensor) -> Tensor:
         room, sums = self._totals.tensor, []
@@ -197,6 +199,8 @@ class HogwildTrainer:
             for _ in range(self._scheduled, step):
                 self._built.scheduler.step()
         self._scheduled = step
+        if self._plan.profiled is not None:
+            self._profiler.before(step)
         begin = time.monotonic_ns()
 
         def prepare(batch: Any) -> None:
@@ -207,7 +211,10 @@ class HogwildTrainer:
             loss.backward()  # type: ignore[no-untyped-call]  # unweighted: the whole batch is this worker's
 
         mine = self._computer.compute(self._called, step, 0, 1, backward, prepare)
+        facts: Mapping[str, float] = {}
         if math.isfinite(mine.loss):
+            if self._plan.log:  # of this worker's own gradient
+                facts = logged(self._plan.log, SingleExchange(), self._called, self._built.optimizer)
             if self._computer.task.clips:
                 clip_own(self._computer.task, self._called)
             stepper.step()
@@ -217,11 +224,20 @@ class HogwildTrainer:
         if worker_context.stop_requested() or self._broken:
             order.stop(step)
         order.leave(step)
+        if self._plan.profiled is not None:
+            self._profiler.after()
         end = time.monotonic_ns()
         waits = collections.Counter(order.take_waits()) + collections.Counter(stepper.take_waits())
-        self._record(step, mine, (begin, end), waits)
+        self._record(step, mine, (begin, end), waits, facts)
 
-    def _record(self, step: int, mine: Computed, span_ns: tuple[int, int], waits: Mapping[int, int]) -> None:
+    def _record(
+        self,
+        step: int,
+        mine: Computed,
+        span_ns: tuple[int, int],
+        waits: Mapping[int, int],
+        facts: Mapping[str, float],
+    ) -> None:
         begin, end = span_ns
         book = StepBook(self._worker_context.record, step, begin)
         book.waits(waits)
@@ -235,7 +251,8 @@ class HogwildTrainer:
             self._course.add(mine.loss)
             self._since_met = loss + mine.loss * mine.samples, samples + mine.samples
             seconds = (end - begin) / 1e9
-            self._reporter.add(step=step + 1, loss=mine.loss, seconds=seconds, at_s=self._reporter.seconds)
+            at_s = self._reporter.seconds
+            self._reporter.add(step=step + 1, loss=mine.loss, seconds=seconds, at_s=at_s, **facts)
 
     def _break(self, step: int) -> None:
         since = f"an update before step {step + 1}" if self._course.last is not None else ""
@@ -244,13 +261,16 @@ class HogwildTrainer:
         self._broken = f"worker {self.rank}, step {step + 1}: the loss is not finite"
         self._bad.set(self.rank + 1)
 
-    def _trained(self, model: nn.Module, step: int, stopped: bool) -> Trained:
+    def _trained(
+        self, model: nn.Module, step: int, stopped: bool, weights: Mapping[str, Tensor] | None = None
+    ) -> Trained:
         return Trained(
             model=model,
             steps_done=step,
             samples=self._samples,
             seconds=self._reporter.seconds,
             stopped_early=stopped,
+            weights=weights,
         )
 
 

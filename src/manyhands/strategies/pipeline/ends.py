@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, Protocol
 
 from torch import Tensor, nn
 
@@ -19,9 +20,8 @@ from manyhands.data.batches import Microbatch, Share
 from manyhands.data.randomness import mix, seed_all
 from manyhands.engine.computing import Computer
 from manyhands.errors import UserError
-from manyhands.task import Metric
 
-__all__ = ["MeasureEnds", "StandIn", "TrainingEnds", "input_of"]
+__all__ = ["ChainEnds", "MeasureEnds", "StandIn", "TrainingEnds", "input_of"]
 
 _NOT_HERE: Final = (
     *("parameters", "buffers", "modules", "children", "state_dict", "load_state_dict", "get_parameter"),
@@ -109,6 +109,26 @@ def input_of(function: Callable[[nn.Module, Any], Any], batch: Any, what: str = 
     )
 
 
+class ChainEnds(Protocol):
+    """The ends of a chain for one batch that flows through it in micro-batches."""
+
+    @property
+    def computing(self) -> Callable[[], AbstractContextManager[object]]:
+        """The context in which modules are applied."""
+
+    def begin(self, microbatch: int, place: int) -> None:
+        """Seed the random generators before a module of the chain is applied to a micro-batch."""
+
+    def prepare(self, microbatch: int) -> None:
+        """Have the samples of the micro-batch at hand."""
+
+    def input(self, microbatch: int) -> Any:
+        """What the first module is applied to."""
+
+    def loss(self, microbatch: int, output: Any) -> Tensor:
+        """The loss for the last module's output, weighted."""
+
+
 _TASK: Final = 0  # takes the place of a module: seeds what the task's functions draw
 _EVALUATION: Final = 0x45
 
@@ -156,7 +176,7 @@ class TrainingEnds:
         model.require_call()
         self._collect()
         self._pending = self._computer.reader.ask(loss), piece.weight
-        return loss * (piece.weight * self._share.weight)
+        return loss * (piece.weight * self._share.weight * self._computer.loss_scale)
 
     def mean_loss(self) -> float:
         """Mean loss over the share, from the micro-batches whose loss was computed here; 0 where none was."""
@@ -176,7 +196,13 @@ class TrainingEnds:
 class MeasureEnds:
     """The ends for one batch of evaluation data and one measure."""
 
-    def __init__(self, computer: Computer, number: int, piece: Microbatch, named: tuple[str, Metric]) -> None:
+    def __init__(
+        self,
+        computer: Computer,
+        number: int,
+        piece: Microbatch,
+        named: tuple[str, Callable[[nn.Module, Any], Any]],
+    ) -> None:
         self._computer, self._piece = computer, piece
         self._seed = mix(computer.plan.seed, _EVALUATION, number)
         self._name, self._function = named
@@ -191,12 +217,12 @@ class MeasureEnds:
         with self._computer.precision():
             return input_of(self._function, batch, self._what)
 
-    def measured(self, output: Any) -> float:
-        """The measure of the last part's output, times the number of samples."""
+    def measured(self, output: Any) -> Any:
+        """What the function makes of the last part's output."""
         seed_all(self._seed)
         batch = self._computer.fetch(self._piece)
         model = StandIn(self._what, output)
         with self._computer.precision():
-            value = float(self._function(model, batch))
+            value = self._function(model, batch)
         model.require_call()
-        return value * self._piece.samples
+        return value

@@ -26,6 +26,7 @@ from manyhands.engine.exchange import (
     WorkerPart,
 )
 from manyhands.engine.footprint import sizes_of
+from manyhands.engine.metric_states import MetricUpdates
 from manyhands.errors import UserError
 from manyhands.native.heap import keep_freed_memory
 from manyhands.places.local.status import State
@@ -33,17 +34,24 @@ from manyhands.strategies.common.grid.grid_group import LinkGroup, agree_on, sum
 from manyhands.strategies.common.grid.grid_layout import GridAxis
 from manyhands.strategies.common.grid.held import Held, HeldModel, Outline
 from manyhands.strategies.common.sharding.optimizers import stepping_for
-from manyhands.strategies.pipeline.cuts import LayerCost, part_bytes, parts_of, planned
+from manyhands.strategies.pipeline.cuts import LayerCost, check_cuts, part_bytes, parts_of, planned
 from manyhands.strategies.pipeline.ends import MeasureEnds, TrainingEnds, input_of
 from manyhands.strategies.pipeline.schedule_cost import most_held
 from manyhands.strategies.pipeline.stage_messages import ChainPart, Passed, StageBorders, StageMessages
-from manyhands.strategies.pipeline.stage_worker import PipelineStage, WaveStage
+from manyhands.strategies.pipeline.stage_worker import PipelineStage, WaveStage, check_over_time
 from manyhands.strategies.pipeline.strategy import Pipeline
-from manyhands.strategies.tensor.slicing import slice_modules
+from manyhands.strategies.tensor.exchange import GridExchange
+from manyhands.strategies.tensor.slicing import check_plan, slice_modules
 from manyhands.strategies.tensor.slicing_plan import Slicing, find_plan
-from manyhands.strategies.tensor.training import GridExchange
 
-__all__ = ["Holding", "PipelineExchange", "holding_of", "layer_costs", "require_own_statistics"]
+__all__ = [
+    "Holding",
+    "PipelineExchange",
+    "check_model",
+    "holding_of",
+    "layer_costs",
+    "require_own_statistics",
+]
 
 Chain = Sequence[nn.Module]
 _TIED: Final = 0x100  # message kinds from here on, one per group of stages that share weights
@@ -54,14 +62,17 @@ class PipelineExchange(GridExchange):
     """One stage of a pipeline replica; `mark(step, state, place=(stage, micro-batch))` publishes what it does."""
 
     def __init__(
-        self, strategy: Pipeline, resources: Resources, plan: TrainingPlan, mark: Callable[..., None]
+        self, strategy: Pipeline, resources: Resources, plan: TrainingPlan | None, mark: Callable[..., None]
     ) -> None:
+        """Follow `plan`; None where the batches are a caller's own."""
         links, grid = resources.links() if resources.world > 1 else {}, strategy.grid(resources.world)
         super().__init__(resources.rank, grid, links, resources.timeout_s)
         self._strategy, self._plan, self._mark = strategy, plan, mark
         self.part = WorkerPart(
             index=self._place.data,  # all stages of a pipeline work on the same samples
             count=self._grid.data,
+            # Of a replica, the first slice of the last stage, which has the loss
+            speaks=self._place.stage == strategy.stages - 1 and self._place.slice == 0,
             copies=self._grid.copies,
             parameters=lambda _: self._held.named(),
             buffers=self._buffers,
@@ -78,8 +89,6 @@ class PipelineExchange(GridExchange):
             traffic=lambda: sum((group.traffic() for group in self._groups), self._post.traffic()),
         )
         self.table = strategy.table()
-        # Who reports for its replica: the first slice of the last stage, which has the loss.
-        self._counts = self._place.stage == strategy.stages - 1 and self._place.slice == 0
         self._stages = grid.along(GridAxis.STAGE, self.rank)
         self._post = StageMessages(self._place.stage, self._stages, links, resources.timeout_s)
         self._shared: list[tuple[LinkGroup, tuple[nn.Parameter, ...]]] = []  # with other stages
@@ -93,8 +102,8 @@ class PipelineExchange(GridExchange):
             self._all.broadcast(tensor.detach())
         strategy, place = self._strategy, self._place
         self._holding = holding = holding_of(model, chain, self.cuts, strategy.stages, place.stage)
-        computer = Computer(self._plan, self.rank)
-        held = self._slice(model, holding, computer.device)
+        device = self._find_device()
+        held = self._slice(model, holding, device)
         buffers = {
             name: model.get_buffer(name)
             for name in holding.buffers
@@ -110,7 +119,7 @@ class PipelineExchange(GridExchange):
             group = self._group(members, _TIED + number, "stages that share weights")
             self._groups.append(group)
             self._shared.append((group, tuple(local[id(one)] for one in parameters)))
-        self._borders = StageBorders(self.table, place.stage, holding.parts, self._post, str(computer.device))
+        self._borders = StageBorders(self.table, place.stage, holding.parts, self._post, str(device))
         self._borders.passed = self._passed
         self.stage: WaveStage | PipelineStage = (
             WaveStage(self._borders)
@@ -137,7 +146,7 @@ class PipelineExchange(GridExchange):
 
         self.stage.run(ends, len(share.pieces), mark)
         loss = ends.mean_loss()
-        samples = share.samples if self._counts else 0
+        samples = share.samples if self.part.speaks else 0
         return Computed(loss=loss, share=share.weight, samples=samples, input_ns=ends.input_ns)
 
     def evaluate(
@@ -147,33 +156,54 @@ class PipelineExchange(GridExchange):
         del model, alike
         if computer.task.evaluation is None:
             return None
-        functions = computer.measures()
+        functions, stateful = computer.measures(), computer.task.stateful_metrics
         totals = torch.zeros(len(functions) + 1, dtype=torch.float64)
+        updates = MetricUpdates(stateful, self.part.index, self.part.count)
+        measures = [*functions.items(), *((name, one.arguments) for name, one in stateful.items())]
         parts, number = self._holding.parts, 0
         for part in parts:
             part.train(False)
         self._post.begin(checked=False)
         with torch.no_grad():
             for piece in computer.evaluation_batches(self.part.index, self.part.count):
-                for column, measure in enumerate(functions.items()):
+                for column, measure in enumerate(measures):
                     ends = MeasureEnds(computer, number, piece, measure)
-                    for part in parts:
+                    with computer.precision():
                         place = number % _MOST_EVALUATIONS
-                        x = self._borders.input(part, place) if part.number else ends.input()
-                        with computer.precision():
-                            output = part.forward(x, ends.begin)
-                        if self._borders.is_last(part):
-                            totals[column] += ends.measured(output)
-                        else:
-                            self._borders.send_output(part, place, output)
-                    self._post.flush()
+                        value = self._forward_only(place, ends.input, ends.begin, ends.measured)
+                    if value is not None and column < len(functions):
+                        totals[column] += float(value) * piece.samples
+                    elif value is not None:
+                        updates.add(measure[0], value)
                     number += 1
                 totals[-1] += piece.samples
-        if not self._counts:
+        if not self.part.speaks:
             totals.zero_()
         for part in parts:
             part.train()
-        return computer.means(self.total(totals))
+        return computer.means(self.total(totals), updates.values(self.total, counts=self.part.speaks))
+
+    def _forward_only(
+        self,
+        number: int,
+        first: Callable[[], Any],
+        begin: Callable[[int], None],
+        measure: Callable[[Any], Any],
+    ) -> Any:
+        """Collective: `measure` of what comes out of the last stage there, and None on the others."""
+        measured = None
+        for part in self._holding.parts:
+            output = part.forward(self._borders.input(part, number) if part.number else first(), begin)
+            if self._borders.is_last(part):
+                measured = measure(output)
+            else:
+                self._borders.send_output(part, number, output)
+        self._post.flush()
+        return measured
+
+    def _find_device(self) -> torch.device:
+        assert self._plan is not None, "or it is found in another way"
+        return Computer(self._plan, self.rank).device
 
     def agree(self, local: LocalStep) -> SharedStep:
         """Collective: sum gradients over replicas, then over stages that share a parameter; agree on the loss."""
@@ -181,7 +211,7 @@ class PipelineExchange(GridExchange):
         sum_gradients(self._replicas, [one.local for one in self._held.held])
         for group, parameters in self._shared:
             sum_gradients(group, parameters)
-        shared = agree_on(self._all, local, counts=self._counts)
+        shared = agree_on(self._all, local, counts=self.part.speaks)
         self._add_posts(self._post.take_traffic(), *(group.take_traffic() for group in self._groups))
         return shared
 
@@ -226,6 +256,7 @@ class PipelineExchange(GridExchange):
         cuts = torch.zeros(parts - 1, dtype=torch.int64)
         if self.rank:
             return tuple(self._all.broadcast(cuts).tolist())
+        assert self._plan is not None, "or cuts are found in another way"
         computer = Computer(self._plan, self.rank)
         piece = computer.share(0, 0, self.part.count).pieces[0]
         ends = TrainingEnds(computer, computer.share(0, 0, self.part.count), 0, 0)
@@ -243,6 +274,21 @@ class PipelineExchange(GridExchange):
         limit = strategy.memory * strategy.tensor  # of the slices of a stage together
         cuts.copy_(torch.tensor(planned(layers, strategy.stages, self.table.chunks, need, limit)))
         return tuple(self._all.broadcast(cuts).tolist())
+
+
+def check_model(strategy: Pipeline, model: nn.Module) -> None:
+    chain, parts = chain_of(model), strategy.table().parts
+    if parts > len(chain):
+        each = f" of {parts // strategy.stages} parts each" if parts > strategy.stages else ""
+        raise UserError(
+            f"stages={strategy.stages}{each}: {type(model).__name__} is a chain of {len(chain)} layers, which "
+            f"cannot be cut into {parts} parts; use at most stages={len(chain) * strategy.stages // parts}"
+        )
+    if strategy.cuts:
+        check_cuts(strategy.cuts, len(chain), parts)
+    if strategy.table().over_time:
+        check_over_time(chain)
+    check_plan(model, strategy.tensor)
 
 
 # The measured costs of a chain's layers, and what each stage holds of the model after a cut.

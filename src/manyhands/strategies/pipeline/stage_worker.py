@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from manyhands.data.batches import split
 from manyhands.engine.chain import OverTime, State
 from manyhands.errors import UserError
-from manyhands.strategies.pipeline.ends import TrainingEnds
+from manyhands.strategies.pipeline.ends import ChainEnds
 from manyhands.strategies.pipeline.schedules import Pass, StageWork
 from manyhands.strategies.pipeline.stage_messages import ChainPart, StageBorders
 
@@ -155,7 +155,7 @@ class PipelineStage:
         self._items = schedule.of_stage(borders.stage)
         self.most_kept = 0  # peak number of (part, micro-batch) pairs that were kept at once in the last pass
 
-    def run(self, ends: TrainingEnds, count: int, mark: Callable[[int], None]) -> None:
+    def run(self, ends: ChainEnds, count: int, mark: Callable[[int], None]) -> None:
         """Run the first `count` micro-batches; gradients accumulate. `mark` gets each item's micro-batch before it."""
         self._borders.post.begin()
         self._kept, self.most_kept = {}, 0
@@ -175,7 +175,7 @@ class PipelineStage:
         self._borders.post.flush()
         assert not self._kept, "every forward has its backward"
 
-    def _forward(self, item: StageWork, ends: TrainingEnds) -> None:
+    def _forward(self, item: StageWork, ends: ChainEnds) -> None:
         part, microbatch, borders = self._part(item), item.microbatch, self._borders
         x = borders.input(part, microbatch) if part.number else ends.input(microbatch)
         kept = self._kept[part.number, microbatch] = _Kept(x)
@@ -193,7 +193,7 @@ class PipelineStage:
             if not self._recompute:
                 kept.root = output
 
-    def _backward(self, item: StageWork, ends: TrainingEnds) -> None:
+    def _backward(self, item: StageWork, ends: ChainEnds) -> None:
         part, microbatch, borders = self._part(item), item.microbatch, self._borders
         kept = self._kept[part.number, microbatch]
         gradient = borders.gradient(part, microbatch, kept.shape) if kept.shape is not None else None
@@ -216,7 +216,7 @@ class PipelineStage:
         if not self._schedule.splits_backward:
             del self._kept[part.number, microbatch]
 
-    def _compute(self, part: ChainPart, kept: _Kept, microbatch: int, ends: TrainingEnds) -> Tensor:
+    def _compute(self, part: ChainPart, kept: _Kept, microbatch: int, ends: ChainEnds) -> Tensor:
         with ends.computing():
             output = part.forward(kept.input, lambda place: ends.begin(microbatch, place))
         if self._borders.is_last(part):
@@ -286,7 +286,7 @@ class WaveStage:
         self._whole: Tensor | None = None
         self.most_kept = 0  # peak number of slices that were kept at once in the last pass
 
-    def run(self, ends: TrainingEnds, count: int, mark: Callable[[int], None]) -> None:
+    def run(self, ends: ChainEnds, count: int, mark: Callable[[int], None]) -> None:
         """Run `count` pieces, one after the other; gradients accumulate. `mark` gets each item's slice before it."""
         self.most_kept = 0
         for piece in range(count):
@@ -302,7 +302,7 @@ class WaveStage:
             self._borders.post.flush()
             self._whole = None
 
-    def _forward(self, item: StageWork, piece: int, ends: TrainingEnds) -> None:
+    def _forward(self, item: StageWork, piece: int, ends: ChainEnds) -> None:
         part, number, borders = self._part, item.microbatch, self._borders
         x = borders.input(part, number) if part.number else self._own_input(number, piece, ends)
         if borders.is_last(part):
@@ -315,7 +315,7 @@ class WaveStage:
             else:
                 borders.send_output(part, number, kept.output)
 
-    def _backward(self, item: StageWork, piece: int, ends: TrainingEnds) -> None:
+    def _backward(self, item: StageWork, piece: int, ends: ChainEnds) -> None:
         part, number, borders = self._part, item.microbatch, self._borders
         is_last = borders.is_last(part)
         arrived = None if is_last else borders.gradient(part, number, self._kept[number].output.shape)
@@ -336,7 +336,7 @@ class WaveStage:
             self._state_gradients = [[one.grad for one in _tensors(state)] for state in kept.before]
             borders.send_gradient(part, number, kept.input)
 
-    def _apply(self, x: Tensor, number: int, piece: int, ends: TrainingEnds) -> _Slice:
+    def _apply(self, x: Tensor, number: int, piece: int, ends: ChainEnds) -> _Slice:
         before: list[State | None] = []
         after: list[State] = []
         given = x
@@ -353,7 +353,7 @@ class WaveStage:
                     x = module(x)
         return _Slice(input=given, output=x, before=before, after=after)
 
-    def _own_input(self, number: int, piece: int, ends: TrainingEnds) -> Tensor:
+    def _own_input(self, number: int, piece: int, ends: ChainEnds) -> Tensor:
         if self._whole is None:
             whole = ends.input(piece)
             is_tensor = isinstance(whole, Tensor)

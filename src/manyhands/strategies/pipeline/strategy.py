@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from manyhands.errors import UserError
-from manyhands.facts import IN_STEP, Facts, ModelFootprint, Split, Stepping, Truth, WorkerMemory
+from manyhands.facts import (
+    CUT_ON_ONE_HOST,
+    IN_STEP,
+    Facts,
+    ModelFootprint,
+    Split,
+    Stepping,
+    Truth,
+    WorkerMemory,
+)
 from manyhands.strategies.common.grid.grid_layout import Grid
 from manyhands.strategies.pipeline.cuts import balanced, check_cuts, parts_of
 from manyhands.strategies.pipeline.schedule_cost import cost, equal_times, most_held
@@ -145,12 +154,13 @@ class Pipeline(Strategy):
             promises=IN_STEP,
             stepping=(Stepping.IN_PIECES if self.tensor > 1 else apart,),
             splits_batches=False,
+            leaves_steps_out=True,
             uses_links=True,
             model_parts=self.stages * self.tensor,
             straggler_advice="a pipeline is as fast as its slowest stage; give that stage fewer layers with cuts=…",
             cannot_compile=f"torch.compile needs a complete model, and under `{self.word}` no worker has one",
             cannot_cross_hosts="",
-            instead_of_own_loop="give the model and its loss to mh.fit for pipeline",
+            cannot_loop_across_hosts=CUT_ON_ONE_HOST,
             refused_buffers={
                 "synchronize": "its batch norms see one micro-batch at a time, never the complete batch"
             },

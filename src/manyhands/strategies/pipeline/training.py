@@ -10,21 +10,17 @@ from typing import Any
 from torch import nn
 
 from manyhands.data.store.checkpoint import CheckpointStore, Loaded
-from manyhands.engine.chain import chain_of
 from manyhands.engine.computing import TrainingPlan
-from manyhands.engine.exchange import Resources
+from manyhands.engine.exchange import Exchange, Resources
 from manyhands.engine.reporting import WorkerContext
 from manyhands.engine.request import Request
 from manyhands.engine.worker import Trained, Trainer
 from manyhands.engine.worker_processes import ProcessTraining, Train, WorkerJob
-from manyhands.errors import UserError
 from manyhands.places.local.template import expect
-from manyhands.strategies.pipeline.cuts import check_cuts
-from manyhands.strategies.pipeline.exchange import PipelineExchange
-from manyhands.strategies.pipeline.stage_worker import check_over_time
+from manyhands.strategies.pipeline.exchange import PipelineExchange, check_model
+from manyhands.strategies.pipeline.pipeline_loop import PipelineLoop
 from manyhands.strategies.pipeline.strategy import Pipeline
 from manyhands.strategies.tensor.moves import sum_layer_traffic
-from manyhands.strategies.tensor.slicing import check_plan
 from manyhands.task import Task
 
 __all__ = ["PipelineTraining"]
@@ -50,6 +46,10 @@ class PipelineTraining(ProcessTraining):
         return samples, {**besides, **sum_layer_traffic(finished)}
 
     @classmethod
+    def loop_exchange(cls, strategy: Pipeline, resources: Resources) -> Exchange:
+        return PipelineLoop(strategy, resources)
+
+    @classmethod
     @contextmanager
     def worker(
         cls,
@@ -68,21 +68,6 @@ class PipelineTraining(ProcessTraining):
                 return trained, {"sent": trainer.sent().to_dict(), **exchange.summary()}
 
             yield train
-
-
-def check_model(strategy: Pipeline, model: nn.Module) -> None:
-    chain, parts = chain_of(model), strategy.table().parts
-    if parts > len(chain):
-        each = f" of {parts // strategy.stages} parts each" if parts > strategy.stages else ""
-        raise UserError(
-            f"stages={strategy.stages}{each}: {type(model).__name__} is a chain of {len(chain)} layers, which "
-            f"cannot be cut into {parts} parts; use at most stages={len(chain) * strategy.stages // parts}"
-        )
-    if strategy.cuts:
-        check_cuts(strategy.cuts, len(chain), parts)
-    if strategy.table().over_time:
-        check_over_time(chain)
-    check_plan(model, strategy.tensor)
 
 
 def in_microbatches(plan: TrainingPlan, strategy: Pipeline) -> TrainingPlan:

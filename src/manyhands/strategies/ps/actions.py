@@ -15,7 +15,19 @@ from typing import NamedTuple
 from manyhands.strategies.ps.log_rows import Row, StepRow
 from manyhands.strategies.ps.ps_messages import Message
 
-__all__ = ["Ack", "Action", "Apply", "Discard", "Drop", "Keep", "Load", "Log", "Outcome", "SendMessage"]
+__all__ = [
+    "Ack",
+    "Action",
+    "Adopt",
+    "Apply",
+    "Discard",
+    "Drop",
+    "Keep",
+    "Load",
+    "Log",
+    "Outcome",
+    "SendMessage",
+]
 
 
 class SendMessage(NamedTuple):
@@ -50,6 +62,14 @@ class Apply(NamedTuple):
     """
 
     row: StepRow
+    settings: str = ""  # of the first update that has any: the optimizer's, as `Push.settings`
+
+
+class Adopt(NamedTuple):
+    """Continue from the checkpoint that the settings of an update without a gradient name."""
+
+    shard: int
+    settings: str
 
 
 class Outcome(IntEnum):
@@ -100,4 +120,4 @@ class Log(NamedTuple):
     row: Row
 
 
-Action = SendMessage | Keep | Apply | Ack | Drop | Load | Discard | Log
+Action = SendMessage | Keep | Apply | Adopt | Ack | Drop | Load | Discard | Log

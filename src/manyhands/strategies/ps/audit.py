@@ -296,10 +296,16 @@ class AuditedRun:
     notes: tuple[str, ...]  # what was skipped while reading
 
 
+_OF_LOOP = ("steps", "samples", "batch_size")
+
+
 def audit_run(run: Path) -> AuditedRun:
     """Audit the run in directory `run`; UserError if nothing was recorded, DataError that names a damaged line."""
     directory = RunDirectory.open(run, lock=False)
-    strategy = Strategy.parse(str(directory.config.get("strategy")))
+    config = dict(directory.config)
+    if config.get("steps") == 0:  # a loop of the user's own: what only the script knows stands at 0
+        config = {name: value for name, value in config.items() if name not in _OF_LOOP}
+    strategy = Strategy.parse(str(config.get("strategy")))
     if not isinstance(strategy, Ps):
         raise UserError(f"{run} is a run of {strategy}; only runs of ps can be audited")
     record, logs, computed = read_record(run), read_logs(run), read_computed(run)
@@ -311,7 +317,7 @@ def audit_run(run: Path) -> AuditedRun:
     recorded = recorded if isinstance(recorded, dict) else {}
     evidence = Evidence(
         computed=computed,
-        share=_share(run, directory.config),
+        share=_share(run, config),
         versions=_versions(summary),
         recorded={name: rows for name, rows in recorded.items() if type(rows) is int},
         found={**logs.lengths, **{record_of(process): len(rows) for process, rows in computed.items()}},
@@ -320,11 +326,11 @@ def audit_run(run: Path) -> AuditedRun:
     )
     found = audit(logs.files, strategy.consistency, record.steps, evidence)
     missing = found.missing
-    if (steps := directory.config.get("steps")) not in (None, record.steps):
+    if (steps := config.get("steps")) not in (None, record.steps):
         # The run was resumed for more steps and ended before it continued.
         says = f"{record.steps} steps, but config.json says steps={printable(str(steps))}"
         missing = (f"updates/run.json is of a run of {says}", *missing)
-    violations = (*_contradictions(record, strategy, directory.config), *found.violations)
+    violations = (*_contradictions(record, strategy, config), *found.violations)
     found = replace(found, violations=violations, missing=missing)
     return AuditedRun(strategy=strategy, found=found, notes=logs.notes)
 

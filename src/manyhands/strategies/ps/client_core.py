@@ -31,6 +31,7 @@ from manyhands.strategies.ps.actions import SendMessage
 from manyhands.strategies.ps.ps_messages import (
     LAUNCHER,
     LEAD,
+    CopyShard,
     Fenced,
     Hello,
     Message,
@@ -233,10 +234,10 @@ class ClientCore:
                 self._send(shard, shard.rows)
         return self._done()
 
-    def computed(self, *, weight: float, skip: bool = False) -> list[ClientAction]:
+    def computed(self, *, weight: float, skip: bool = False, settings: str = "") -> list[ClientAction]:
         """Push the gradient of the last Compute; `weight` is its share of the batch.
 
-        With `skip` the gradient is not finite, and the push only advances the clock.
+        With `skip` there is no finite gradient, and the push only advances the clock. `settings` go with it.
         """
         work, self._computing = self._computing, None
         if self._left:
@@ -249,13 +250,27 @@ class ClientCore:
         self._out = pulls
         for shard in self._in_round:
             name = (shard.index, slot, member, clock, shard.version)
-            shard.push = Push(*name, *part, weight, skip, shard.term, shard.rows_version, pulls)
+            shard.push = Push(*name, *part, weight, skip, shard.term, shard.rows_version, settings, pulls)
             shard.rows_version = -1
             shard.read = Read(shard.index, slot, member, clock + 1)
             shard.pushed = shard.welcome
             self._send(shard, shard.push)
         if not pulls and all(shard.pushed for shard in self._shards):
             self._actions.append(Flush())
+        return self._done()
+
+    def read_again(self) -> list[ClientAction]:
+        """Read for the update of the last Compute once more: the parameters as they are now, and another Compute."""
+        work, self._computing = self._computing, None
+        if work is not None and not self._left:
+            for shard in self._shards:
+                self._send_read(shard, work.clock)
+        return self._done()
+
+    def copy_shards(self, folder: str, step: int) -> list[ClientAction]:
+        """Have the primaries write the state of all shards to `folder`; nothing is answered."""
+        for shard in self._shards:
+            self._send(shard, CopyShard(shard.index, folder, step))
         return self._done()
 
     def flushed(self) -> list[ClientAction]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from manyhands.errors import UserError
 from manyhands.strategies.common.consistency import Group, Policy, blend
-from manyhands.strategies.ps.actions import Action, Apply, Drop, Log, Outcome
+from manyhands.strategies.ps.actions import Action, Adopt, Apply, Drop, Log, Outcome
 from manyhands.strategies.ps.log_rows import LateRow, LostRow, SkippedRow, StepRow, UpdateRow
 from manyhands.strategies.ps.ps_messages import LEAD, Push, Update
 from manyhands.strategies.ps.slots import SlotRecord, SlotTable
@@ -175,6 +175,8 @@ class Change:
 
     def log_skipped(self, push: Push) -> None:
         self.actions.append(Log(SkippedRow(*self.entry, push.slot, push.clock, push.batch, push.member)))
+        if push.skip and push.settings:
+            self.actions.append(Adopt(push.shard, push.settings))
 
 
 class Steps:
@@ -338,7 +340,8 @@ class Steps:
         for push, stale, factor in zip(pushes, staleness, factors, strict=True):
             name = (push.slot, push.clock, push.batch, push.part, push.parts, push.member, push.read_version)
             updates.append(UpdateRow(*name, stale, push.weight, factor, push.read_term, push.rows_version))
-        change.actions.append(Apply(StepRow(*change.entry, self.version, rate, tuple(updates))))
+        settings = next((push.settings for push in pushes if push.settings), "")
+        change.actions.append(Apply(StepRow(*change.entry, self.version, rate, tuple(updates)), settings))
 
     def _close(self, present: list[int], wanted: set[int], change: Change) -> None:
         """Close the step of the next clock, and settle the slots that are not in it as lost or late.

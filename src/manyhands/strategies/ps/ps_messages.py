@@ -30,6 +30,7 @@ __all__ = [
     "ChosenKept",
     "Closing",
     "Concluded",
+    "CopyShard",
     "Entry",
     "Fenced",
     "Forward",
@@ -219,7 +220,8 @@ class Push(NamedTuple):
 
     `read_version` and `read_term` are those of the Parameters it was computed from. `weight` is the gradient's
     share of its batch (it is scaled by that already); `batch`, `part` and `parts` are those of its Work. `skip`
-    has no payload: the gradient was not finite, and only the clock advances.
+    has no payload: the gradient was not finite, and only the clock advances. `settings`, as JSON, come from a loop of
+    the user's own: the optimizer's settings for this step, or with `skip` a checkpoint to load.
 
     A push is durable, with as many deaths as the run promises to survive, once a Read of a later clock is answered.
     """
@@ -236,7 +238,16 @@ class Push(NamedTuple):
     skip: bool = False
     read_term: int = 0
     rows_version: int = -1  # the version at which table rows were read here; -1 if none were
+    settings: str = ""
     pulls: bool = False  # a push-pull: the Read of the next clock is in this message
+
+
+class CopyShard(NamedTuple):
+    """Worker to primary, in a loop of the user's own: write the shard's state to this folder, as of `step`."""
+
+    shard: int
+    folder: str
+    step: int
 
 
 class Refused(NamedTuple):
@@ -401,7 +412,7 @@ class Yield(NamedTuple):
     epoch: int
 
 
-_FromWorker = Hello | Read | ReadRows | Push
+_FromWorker = Hello | Read | ReadRows | Push | CopyShard
 _ToWorker = Welcome | Parameters | RowValues | RowsUnknown | Refused | Fenced | NotPrimary
 _BetweenServers = Chosen | ChosenKept | Forward | Forwarded | Install | Yield
 Message = View | _FromWorker | _ToWorker | _BetweenServers | Installed | Concluded

@@ -7,6 +7,7 @@ so is the scheduler. Where workers push parameters, the shard has no use for eit
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -105,6 +106,11 @@ class ShardStore:
         self.votes = False  # whether a step uses the signs of the sum: a majority vote of signs
         self.averaging: Averaging | None = None  # of pushed parameters; the optimizer is then unused
         self._batches = 0
+        self._settings = ""  # that the optimizer was given last
+        self._first_settings = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in built.optimizer.param_groups
+        ]
         self._sum: ShardRange | None = None
         self.plain = self._plain_sgd()  # the step as one compiled call, where the optimizer is plain SGD
         # Then the optimizer's step is a no-op, and no hook observes it, so it is skipped.
@@ -128,8 +134,13 @@ class ShardStore:
         tables = sum(table.nbytes for table in self.tables.values())
         return self.values.memory.nbytes + state + tables + (self._sum.memory.nbytes if self._sum else 0)
 
-    def apply(self, contributions: Sequence[Contribution], rate: float = 1.0, batches: int = 1) -> None:
+    def apply(
+        self, contributions: Sequence[Contribution], rate: float = 1.0, batches: int = 1, settings: str = ""
+    ) -> None:
         """Take one optimizer step on the sum of the contributions, in their order, then advance the scheduler.
+
+        With `settings`, of a loop of the user's own, the optimizer has these instead of its own, and `clip` among them
+        is the norm to which the sum is scaled down.
 
         Learning rates are multiplied by `rate` for this step alone. A piece that no contribution reached has no
         gradient. A single contribution of factor 1 is read where it lies. Without contributions, the scheduler alone
@@ -145,12 +156,21 @@ class ShardStore:
             return
         if contributions:
             [first, *others] = contributions
-            if self.plain is not None and not others and first.factor == 1 and not self.votes:
+            clip = self._use(settings) if settings else None
+            if (
+                self.plain is not None
+                and not others
+                and first.factor == 1
+                and not self.votes
+                and clip is None
+            ):
                 self.plain.step(*first.at, rate)
                 self._batches += batches
                 return
             if not self._has_tables_alone:
                 combined = self._combined(contributions)
+                if clip is not None:
+                    combined = _clipped(combined, clip)
                 if self.votes:
                     for gradient in combined:
                         if gradient is not None:
@@ -161,6 +181,19 @@ class ShardStore:
             for _ in range(batches):
                 self._scheduler.step()
         self._batches += batches
+
+    def _use(self, settings: str) -> float | None:
+        """Let the optimizer have these settings from now on; returns the norm to clip to, if there is one."""
+        given = json.loads(settings)
+        if settings != self._settings:
+            self._settings = settings
+            for number, group in enumerate(self._optimizer.param_groups):
+                changed = given.get(str(number), {})
+                values = {key: tuple(one) if isinstance(one, list) else one for key, one in changed.items()}
+                group.update({**self._first_settings[number], **values})
+            self.plain = self._plain_sgd()
+        clip: float | None = given.get("clip")
+        return clip
 
     def read_into(self, values: Tensor) -> None:
         """Copy the current values into a range of bytes, such as a worker's."""
@@ -243,6 +276,7 @@ class ShardStore:
             settings,
             {position: _copied(slot) for position, slot in slots.items() if isinstance(position, int)},
         )
+        self._settings = ""
         self.plain = self._plain_sgd()  # by the settings that came
 
     def _plain_sgd(self) -> PlainSgd | None:
@@ -281,6 +315,14 @@ class ShardStore:
             pairs = zip(contributions, present, strict=True)
             _add_up(out, [(one.gradient.pieces[number], one.factor) for one, flags in pairs if flags[number]])
         return _masked(self._sum.pieces, [any(flags) for flags in zip(*present, strict=True)])
+
+
+def _clipped(gradients: Sequence[Tensor | None], max_norm: float) -> list[Tensor | None]:
+    """Scaled down to `max_norm` as torch's `clip_grad_norm_` does; the memory of what came stays as it is."""
+    there = [one for one in gradients if one is not None]
+    norm = torch.nn.utils.get_total_norm(there)
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    return [None if one is None else one * scale for one in gradients]
 
 
 def _masked(pieces: Sequence[Tensor], present: Sequence[int]) -> list[Tensor | None]:

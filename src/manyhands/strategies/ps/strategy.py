@@ -194,8 +194,7 @@ class Ps(Strategy):
             workers_join=Promise(answer=Answer.YES, words="they may join and leave while it runs (mh.start)"),
             same_numbers=same,
         )
-        # Each server steps its shard; where workers step, each does all of it.
-        together = self.servers == 1 or self.averages
+        together = self.servers == 1 or self.averages  # or each server steps its shard
         return Facts(
             promises=promises,
             stepping=(Stepping.TOGETHER,) if together else (Stepping.IN_PIECES, Stepping.APART),
@@ -212,6 +211,7 @@ class Ps(Strategy):
             straggler_advice=advice[policy.waits_for],
             cannot_clip="the servers of ps apply their shards of a gradient separately, and no process has all of it "
             "to clip",
+            cannot_log="the servers of ps take the steps, each of its shard",
             cannot_stream="a batch of ps may be computed again by a successor or a replay, but a stream can be "
             "read only once",
             cannot_read_apart="a batch of ps may be computed again by a successor or a replay, which does not have "
@@ -220,7 +220,7 @@ class Ps(Strategy):
             "worker sees every evaluation",
             cannot_stop="the servers of ps assign work up to the requested last step, so the run ends here at once",
             cannot_cross_hosts="",
-            instead_of_own_loop="give mh.fit a Task for ps",
+            instead_of_own_loop="give mh.fit a Task for push=parameters" if self.averages else "",
             refused_buffers={
                 "synchronize": "its workers do not compute on parts of the same batch at the same time",
                 "mean": "its workers end one by one, and the model has the buffers of the last one",

@@ -45,7 +45,7 @@ from manyhands.strategies.common.sharding import layer_units
 from manyhands.strategies.common.sharding.optimizers import stepping_for
 from manyhands.strategies.sharded.strategy import Sharded
 from manyhands.transport.link.wire import Wire
-from manyhands.wire.tap import GradientTap
+from manyhands.wire.tap import GradientTap, put
 
 __all__ = ["Grant", "KeptPieces", "ShardedExchange", "UnitRequest", "UnitRounds", "Want", "grant"]
 
@@ -60,6 +60,7 @@ class ShardedExchange(Exchange):
 
     steps_itself = True
     builds_on_host = True
+    _memory: type[layer_units.UnitMemory] = layer_units.UnitMemory
     _optimizer: Optimizer
     _whole: HeldModel
     _visits: layer_units.UnitVisits
@@ -90,6 +91,7 @@ class ShardedExchange(Exchange):
         self._handed: list[Future[None]] = []
         self._reached: list[bool] = []
         self._waited_ns = 0
+        self.weight = 1.0  # the factor for every gradient; `backward` weighs the loss instead
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Collective: every worker keeps its pieces of worker 0's parameters, and frees the rest.
@@ -99,7 +101,7 @@ class ShardedExchange(Exchange):
         whole = stepping_for(optimizer, Sharded().facts.stepping, Sharded.word) is Stepping.APART
         outline = Outline.of(model)
         for unit in layer_units.units_of(model):
-            memory = layer_units.UnitMemory(unit, self._device)
+            memory = self._memory(unit, self._device)
             pieces = KeptPieces(memory, self._group, whole=whole)
             self._run(pieces.deal_out)
             memory.adopt()
@@ -119,7 +121,7 @@ class ShardedExchange(Exchange):
         self._visits = layer_units.UnitVisits(model, memories, self._flow, self._carry_out)
         self._places = [(pieces, number) for pieces in self._pieces for number in pieces.unit.trained]
         parameters = [pieces.unit.parameters[number] for pieces, number in self._places]
-        self._tap = GradientTap(parameters, self._on_gradient)
+        self._tap = GradientTap(parameters, self._on_gradient, self._before_gradient)
         keep_freed_memory()  # every step frees what the next one takes
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
@@ -137,11 +139,7 @@ class ShardedExchange(Exchange):
     def backward(self, loss: Tensor, share: float) -> None:
         self._flow.backward()
         (loss * share).backward()  # type: ignore[no-untyped-call]
-        for pieces in self._pieces:
-            if pieces.coming:  # some of its parameters were not reached
-                self._carry_out(self._flow.complete(pieces.unit.number))
-        self._carry_out(self._flow.end())
-        self._flow.begin("training")
+        self._end_backward()
 
     def agree(self, local: LocalStep) -> SharedStep:
         """Collective: wait until all gradients are summed, and combine what all workers report."""
@@ -166,6 +164,9 @@ class ShardedExchange(Exchange):
             held.local.grad = None if gradient is None else gradient.view(held.local.shape)
         self._optimizer.step()
         self._optimizer.zero_grad()
+        self._forget_sums()
+
+    def _forget_sums(self) -> None:
         for pieces in self._pieces:
             pieces.sums = []
             pieces.reached.clear()
@@ -222,6 +223,16 @@ class ShardedExchange(Exchange):
         pieces, wants_values = self._pieces[granted.request.unit], granted.request.want is Want.VALUES
         (pieces.give_values if wants_values else pieces.add_sums)(granted.members)
 
+    def _end_backward(self) -> None:
+        for pieces in self._pieces:
+            if pieces.coming:  # some of its parameters were not reached
+                self._carry_out(self._flow.complete(pieces.unit.number))
+        self._carry_out(self._flow.end())
+        self._flow.begin("training")
+
+    def _before_gradient(self, index: int) -> None:
+        """A gradient is about to be added to what the parameter has."""
+
     def _on_gradient(self, index: int, parameter: Tensor) -> None:
         pieces, number = self._places[index]
         gradient, parameter.grad = parameter.grad, None
@@ -231,7 +242,7 @@ class ShardedExchange(Exchange):
                 f"a parameter of {pieces.unit.name!r} has a sparse gradient, but sharded needs dense ones; build it "
                 "with sparse=False"
             )
-        if pieces.add_gradient(number, gradient):
+        if pieces.add_gradient(number, gradient, self.weight):
             self._carry_out(self._flow.complete(pieces.unit.number))
 
     def _wait_for(self, future: Future[Result]) -> Result:
@@ -326,7 +337,7 @@ class KeptPieces:
                 end = begin + piece.end - piece.begin
                 yield piece.parameter, self.sums[row][begin:end] if self.sums else None
 
-    def add_gradient(self, number: int, gradient: Tensor) -> bool:
+    def add_gradient(self, number: int, gradient: Tensor, weight: float) -> bool:
         if not self.coming:
             self.coming = [
                 torch.zeros(layout.count, dtype=layout.dtype, device=values.device)
@@ -334,7 +345,7 @@ class KeptPieces:
             ]
             for layout, flat in zip(self.unit.layouts, self.coming, strict=True):
                 self._views.update(layout.views(flat))
-        self._views[number].add_(gradient.reshape(-1))
+        put(self._views[number], gradient.reshape(-1), weight, add=True)
         self.reached.add(number)
         self._missing.discard(number)
         return not self._missing
@@ -368,6 +379,12 @@ class KeptPieces:
             if flat.device.type != "cpu":
                 for index, room in rooms.items():
                     places[index].copy_(room)
+
+    def keep_values(self) -> None:
+        """The whole that is here has changed, on all workers alike: keep this worker's pieces of it."""
+        for flat, ranges, mine in zip(self.memory.flats, self._ranges, self.values, strict=True):
+            part = ranges[self._group.index]
+            mine.copy_(flat[part.start : part.stop])
 
     def add_sums(self, members: Sequence[int]) -> None:
         """Sum the members' gradients in their order, each piece on its owner."""

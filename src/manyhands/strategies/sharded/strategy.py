@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from manyhands.facts import IN_STEP, ONE_DEVICE, Facts, ModelFootprint, Stepping, Truth, WorkerMemory
+from manyhands.facts import (
+    CUT_ON_ONE_HOST,
+    IN_STEP,
+    ONE_DEVICE,
+    Facts,
+    ModelFootprint,
+    Stepping,
+    Truth,
+    WorkerMemory,
+)
 from manyhands.strategy import Strategy, check_link, link_setting
 
 __all__ = ["Sharded"]
@@ -54,11 +63,12 @@ class Sharded(Strategy):
     @property
     def facts(self) -> Facts:
         return Facts(
+            leaves_steps_out=True,
             promises=IN_STEP,
             stepping=(Stepping.IN_PIECES, Stepping.APART),
             uses_links=True,  # nobody has the whole in memory that others see
             cannot_compile="sharded frees and gathers parameters between layers, which compiled code cannot follow",
             cannot_cross_hosts="",
-            instead_of_own_loop="give the model and its loss to mh.fit for sharded",
+            cannot_loop_across_hosts=CUT_ON_ONE_HOST,
             refused_buffers={},
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from manyhands.engine.exchange import Exchange, Resources, SingleExchange
 from manyhands.engine.worker_processes import ExchangeTraining
 from manyhands.strategies.sharded.exchange import ShardedExchange
+from manyhands.strategies.sharded.sharded_loop import ShardedLoop
 from manyhands.strategies.sharded.strategy import Sharded
 
 __all__ = ["ShardedTraining"]
@@ -19,3 +20,8 @@ class ShardedTraining(ExchangeTraining):
         if resources.world == 1:
             return SingleExchange()
         return ShardedExchange(resources)
+
+    @classmethod
+    def loop_exchange(cls, strategy: Sharded, resources: Resources) -> Exchange:
+        del strategy
+        return ShardedLoop(resources)

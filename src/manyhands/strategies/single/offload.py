@@ -98,7 +98,8 @@ class OffloadExchange(Exchange):
         self._saved = OffloadedTensors(self._mover, budget.activations)
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
-        self._defers = computer.task.clips or computer.task.microbatches > 1
+        whole = computer.task.clips or "grad_norm" in computer.plan.log
+        self._defers = whole or computer.task.microbatches > 1
         self._flow.begin("training")
         with self._visits.watching(self._saved):
             return super().compute(computer, model, step)

@@ -76,6 +76,7 @@ class Single(Strategy):
             straggler_advice="",
             record_order="free",
             in_threads=True,
+            leaves_steps_out=not limited,
             cannot_compile="device_memory frees and fetches parameters between layers, which compiled code cannot "
             "know of"
             if limited

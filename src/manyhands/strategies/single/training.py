@@ -32,6 +32,8 @@ class SingleTraining(Training):
                 with closing(exchange):
                     trainer = Trainer(self._request.plan, exchange, worker_context, stage.checkpoints())
                     trained = trainer.run(self._start)
+                if self._request.plan.restore_best:
+                    trained.model.load_state_dict(trained.state_dict())
             collector.flush()
             return Result(
                 model=trained.model.cpu(),

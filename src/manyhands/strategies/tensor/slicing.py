@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -52,6 +52,16 @@ class Sliced:
         self.buffers: dict[str, Cut] = {}  # of the buffers of which this slice has a part, by name
         self.traffic: dict[str, LayerTraffic] = {}  # what each layer has sent so far, by its name
         self.state = SliceState()
+        self._before: list[tuple[nn.Module, type[nn.Module], dict[str, Any], dict[str, Any]]] = []
+
+    def undo(self) -> None:
+        """The modules are what they were; the values of parameters that were cut are not theirs any more."""
+        for module, kind, parameters, buffers in reversed(self._before):
+            module.__class__ = kind
+            del module.sliced
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
+        self._before = []
 
     def slice(self, name: str, module: nn.Module, how: Slicing) -> None:
         kind = sliced_class(name, module, how)
@@ -63,6 +73,8 @@ class Sliced:
             shapes={key: value.shape for key, value in module.named_parameters(recurse=False)},
             cuts=cuts,
         )
+        kept = {key: module._buffers[key] for key in cuts if key in module._buffers}
+        self._before.append((module, type(module), dict(module._parameters), kept))
         for key, found in cuts.items():
             whole, mine = module._parameters.get(key), found[self._group.index]
             buffer = module._buffers.get(key)

@@ -6,7 +6,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from manyhands.errors import UserError
-from manyhands.facts import IN_STEP, Facts, ModelFootprint, Split, Stepping, Truth, WorkerMemory
+from manyhands.facts import (
+    CUT_ON_ONE_HOST,
+    IN_STEP,
+    Facts,
+    ModelFootprint,
+    Split,
+    Stepping,
+    Truth,
+    WorkerMemory,
+)
 from manyhands.strategies.common.grid.grid_layout import Grid, require_multiple
 from manyhands.strategy import Strategy, check_link, integer, link_setting, setting
 
@@ -75,13 +84,14 @@ class Tensor(Strategy):
             promises=IN_STEP,
             stepping=(Stepping.IN_PIECES,),
             splits_batches=False,
+            leaves_steps_out=True,
             uses_links=True,  # activations and their gradients travel inside forward and backward
             # As many as workers where nothing else is said, which the value does not know.
             model_parts=max(1, self.slices),
             straggler_advice="every layer waits for the slowest of its slices; use workers of equal speed",
             cannot_compile=f"torch.compile needs a complete model, and under `{self.word}` no worker has one",
             cannot_cross_hosts="",
-            instead_of_own_loop="give mh.fit a Task for tensor",
+            cannot_loop_across_hosts=CUT_ON_ONE_HOST,
             refused_buffers={
                 "synchronize": "its slices compute on the same samples, and replicas of slices do not sum inside "
                 "a layer"

@@ -55,10 +55,10 @@ class BinnedRows:
     arrays: tuple[NDArray[Any], ...] = ()
 
     def opened(self) -> tuple[NDArray[np.uint8], Numbers, Numbers, Numbers]:
-        """Tiles, targets, weights, and the scores that training begins with."""
+        """Tiles, targets, weights, and the scores that training begins with, a row for each class."""
         arrays = self.arrays or mapped_arrays(self.folder, _KINDS).values()
         tiles, targets, weights, scores = map(np.asarray, arrays)
-        return tiles.reshape(-1, self.rows, TILE), targets, weights, scores
+        return tiles.reshape(-1, self.rows, TILE), targets, weights, scores.reshape(-1, self.rows)
 
 
 _KINDS: dict[str, Any] = {"tiles": np.uint8, **dict.fromkeys(("targets", "weights", "scores"), np.float64)}
@@ -111,7 +111,9 @@ class RowSample:
     held_labels: Numbers
     held_weights: Numbers
 
-    def bins(self, max_bin: int, categorical: frozenset[int], where: str, threads: int = 1) -> BinTable:
+    def bins(
+        self, max_bin: int, categorical: frozenset[int], where: str, threads: int = 1, least_rows: int = 3
+    ) -> BinTable:
         most = min(_MOST_COLUMNS, available_bytes() // _COLUMN_BYTES)
         if self.columns > most:  # as one absurd index makes it
             raise UserError(
@@ -132,7 +134,7 @@ class RowSample:
             counts = counts.astype(np.int64)
             if column in categorical:
                 return bins_of_categories(column, values, counts, max_bin, where)
-            return bins_of_numbers(column, values, counts, max_bin)
+            return bins_of_numbers(column, values, counts, max_bin, least_rows)
 
         size = max(1, min(_COLUMNS_AT_ONCE, -(-len(columns) // (4 * threads))))
         parts = [columns[begin : begin + size].tolist() for begin in range(0, len(columns), size)]
@@ -225,8 +227,9 @@ def bin_rows(
 ) -> BinnedRows:
     """The bins of all rows: in memory, or in files of `folder`; ManyhandsError says when the disk is full.
 
-    `labels` are targets and weights, `score` gives the scores that training begins with. Where features of `layout`
-    that share a column do not exclude each other after all, the rows are gone through once more with a column for each.
+    `labels` are targets and weights, `score` gives the scores that training begins with, a row for each class. Where
+    features of `layout` that share a column do not exclude each other after all, the rows are gone through once more
+    with a column for each.
     """
     targets, weights = labels
     fill = partial(_filled, bins=bins, rows=len(targets), folder=folder, score=score, threads=threads)
@@ -266,7 +269,7 @@ def _filled(
     tiles: NDArray[np.uint8] = (
         np.memmap(Path(folder, "tiles"), np.uint8, "w+", shape=shape) if folder else np.zeros(shape, np.uint8)
     )
-    first, scores, clashes = 0, np.zeros(rows), np.zeros(len(layout.columns), np.int64)
+    first, scores, clashes = 0, np.zeros((1, rows)), np.zeros(len(layout.columns), np.int64)
     parts, whole = (layout.columns, layout.firsts, layout.zeros), np.asarray(tiles)
     with ThreadPoolExecutor(threads) as pool:
         for block in blocks:
@@ -274,7 +277,9 @@ def _filled(
             if end > rows:
                 first = end
                 break
-            scores[first:end] = score(block)
+            begins = np.atleast_2d(score(block))
+            scores = scores if len(scores) == len(begins) else np.zeros((len(begins), rows))
+            scores[:, first:end] = begins
             if block.sparse is not None:  # which take little time
                 found = iter([bins.of_sparse(block.sparse)])
             else:

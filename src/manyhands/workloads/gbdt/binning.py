@@ -36,7 +36,6 @@ __all__ = [
 Numbers = NDArray[np.float64]
 Counts = NDArray[np.int64]
 _MOST_CATEGORY = (1 << 20) - 1  # a larger one would make the sets of categories in a model file too long
-_LEAST_ROWS = 3  # of a bin
 _CATEGORIES = 2
 
 
@@ -65,13 +64,15 @@ class FeatureBins:
         return len(self.bounds) + self.missing
 
 
-def bins_of_numbers(column: int, values: Numbers, counts: Counts, max_bin: int) -> FeatureBins:
+def bins_of_numbers(
+    column: int, values: Numbers, counts: Counts, max_bin: int, least_rows: int = 3
+) -> FeatureBins:
     """Of a sample: different values, ascending with NaN last, and how often each comes."""
     zero_share, known = _share_of_zeros(values, counts), ~np.isnan(values)
     missing = bool((~known).any())
     values, counts = np.ascontiguousarray(values[known]), np.ascontiguousarray(counts[known])
     bounds = np.full(max_bin + 1, np.inf)
-    bins = bin_kernels.cut(values, counts, max_bin - missing, _LEAST_ROWS, bounds) if len(values) else 1
+    bins = bin_kernels.cut(values, counts, max_bin - missing, least_rows, bounds) if len(values) else 1
     low, high = (float(values[0]), float(values[-1])) if len(values) else (0.0, 0.0)
     bounds = bounds[:bins].copy()
     found = FeatureBins(column=column, low=low, high=high, missing=missing, bounds=bounds)

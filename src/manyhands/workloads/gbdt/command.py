@@ -28,25 +28,21 @@ _SHOWN = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Table(GbdtOptions):
+class _Table(seam.TableOptions, GbdtOptions):
     train: str = option(
         "breast-cancer",
-        "rows as LIBSVM or Vowpal Wabbit text, plain or gzip, .npy or .parquet; or a built-in set: breast-cancer, "
+        "rows as CSV, LIBSVM or Vowpal Wabbit text, plain or gzip, .npy or .parquet; or a built-in set: breast-cancer, "
         "diabetes",
         metavar="FILE",
     )
-    label: str | None = option(
-        None,
-        "label column of npy and Parquet files: a number from 0, or a name",
-        shown="column 0; label, target or y",
-    )
-    categorical: str | None = option(None, "categorical columns, by number or name: 3,7", metavar="COLUMNS")
+    target: str | None = seam.target_option()
 
     def source(self, path: str) -> RowSource:
         from manyhands.data.row_files import Reading
         from manyhands.workloads.gbdt.row_sources import open_source
 
-        return open_source(path, Reading(threads=len(os.sched_getaffinity(0))), self.label)
+        reading = Reading(threads=len(os.sched_getaffinity(0)), skip_bad=self.skip_bad)
+        return open_source(path, reading, self.target, table=self.table_reading())
 
     def table(
         self, valid: str | None = None, fraction: float | None = None, start: Any = None
@@ -61,7 +57,7 @@ class _Table(GbdtOptions):
             train=self.source(self.train),
             valid=self.source(valid) if valid is not None else None,
             valid_fraction=fraction,
-            categorical=tuple(one.strip() for one in self.categorical.split(",")) if self.categorical else (),
+            categorical=seam.listed(self.categorical),
             start=None if start is None else read_model(start),
         )
 
@@ -112,7 +108,8 @@ def _train(asked: _TrainGbdt, keep: Keeping, bars: Bars) -> TrainEnd:
         measured = {"quality": quality}
     summary = {
         **result.full_summary(),
-        "trees": len(model.trees),
+        "trees": len(model.trees) // model.classes,  # of each class, where there are several
+        "labels": list(model.labels),
         "features": model.columns,
         "valid_loss": result.valid_losses[result.trees_kept - 1] if result.valid_losses else None,
         "importance": [
@@ -128,6 +125,7 @@ def _train(asked: _TrainGbdt, keep: Keeping, bars: Bars) -> TrainEnd:
     return TrainEnd(
         summary=summary,
         shown=_shown(summary),
+        notes=[f"{num_of(result.bad_rows, 'bad row')} of {asked.train} left out"] if result.bad_rows else [],
         interrupted=f"the model has {summary['trees']} of {asked.trees} trees" * result.interrupted,
         next={"predict rows": predict},
     )
@@ -135,13 +133,15 @@ def _train(asked: _TrainGbdt, keep: Keeping, bars: Bars) -> TrainEnd:
 
 def _shown(summary: dict[str, Any]) -> list[str | TableRows]:
     held_out = f" + {summary['valid_rows']:,} held out" if summary["valid_rows"] else ""
+    is_several = summary["objective"] == "multiclass"
+    trees = f"{len(summary['labels'])} × {summary['trees']}" if is_several else summary["trees"]
     lines: list[str | TableRows] = [
         f"gbdt · {summary['objective']} · {summary['strategy']} · {num_of(summary['workers'], 'worker')} · "
-        f"{summary['rows']:,} rows{held_out} · {summary['features']:,} features · {summary['trees']} trees in "
+        f"{summary['rows']:,} rows{held_out} · {summary['features']:,} features · {trees} trees in "
         f"{summary['train_seconds']:.2f} s ({summary['seconds']:.1f} s with reading and starting)"
     ]
     if summary["train_losses"]:
-        name = "log loss" if summary["objective"] == "binary" else "squared error"
+        name = "squared error" if summary["objective"] == "regression" else "log loss"
         valid = f"  held out {summary['valid_loss']:.4f}" if summary["valid_loss"] is not None else ""
         first, last = summary["train_losses"][0], summary["train_losses"][-1]
         lines.append(f"{name}  train {first:.4f} → {last:.4f}{valid}")
@@ -158,7 +158,7 @@ def _shown(summary: dict[str, Any]) -> list[str | TableRows]:
 
 GBDT = seam.CompiledWorkload(
     name="gbdt",
-    help="Train gradient-boosted trees: a number or two labels, from a table of any size.",
+    help="Train gradient-boosted trees: a number, two labels or several, from a table of any size.",
     options_type=_TrainGbdt,
     train=_train,
     files=("model.txt",),

@@ -43,22 +43,22 @@ class GrownTree:
 class TreeMemory(nn.Module):
     """All trees of a run, one row of each buffer a tree; `valid_loss` is infinite where nothing was held out.
 
-    Buffers, not parameters: a run that is resumed with more trees has more rows.
+    A round grows a tree, or one for each of several classes, side by side. Buffers, not parameters: a run that is
+    resumed with more trees has more rows.
     """
 
-    def __init__(self, trees: int, most_leaves: int) -> None:
+    def __init__(self, rounds: int, most_leaves: int, classes: int = 1) -> None:
         super().__init__()
         for name, array in vars(GrownTree(most_leaves)).items():
             one = np.asarray(array)
-            self.register_buffer(name, torch.from_numpy(np.zeros((trees, *one.shape), one.dtype)))
-        self.register_buffer("valid_loss", torch.full((trees,), torch.inf, dtype=torch.float64))
+            self.register_buffer(name, torch.from_numpy(np.zeros((rounds * classes, *one.shape), one.dtype)))
+        self.register_buffer("valid_loss", torch.full((rounds,), torch.inf, dtype=torch.float64))
 
-    def __len__(self) -> int:
-        return len(self.get_buffer("num_leaves"))
-
-    def put(self, number: int, tree: GrownTree, valid_loss: float) -> None:
-        for name, array in vars(tree).items():
-            self.get_buffer(name).numpy()[number] = array
+    def put(self, number: int, trees: Sequence[GrownTree], valid_loss: float) -> None:
+        """Those of round `number`, from 0."""
+        for place, tree in enumerate(trees, number * len(trees)):
+            for name, array in vars(tree).items():
+                self.get_buffer(name).numpy()[place] = array
         self.get_buffer("valid_loss")[number] = valid_loss
 
     def take(self, state: Mapping[str, Tensor]) -> None:

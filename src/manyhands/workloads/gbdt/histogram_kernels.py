@@ -177,6 +177,30 @@ def squared_words(scores: Any, targets: Any, weights: Any, units: Any, count_bit
     return loss
 
 
+@njit(cache=True, nogil=True, error_model="numpy")
+def softmax_words(scores: Any, targets: Any, weights: Any, units: Any, count_bits: int, words: Any) -> float:
+    """The same of the log loss of several classes: `scores` and `words` have a row for each, `targets` say which.
+
+    The hessian of class k of K is K/(K - 1) · p_k · (1 - p_k), as in LightGBM.
+    """
+    loss, classes = 0.0, scores.shape[0]
+    chances, factor = np.empty(classes), classes / (classes - 1.0)
+    for i in range(scores.shape[1]):
+        most, total = scores[:, i].max(), 0.0
+        for k in range(classes):
+            chances[k] = np.exp(scores[k, i] - most)
+            total += chances[k]
+        own, weight = np.int64(targets[i]), weights[i]
+        loss += weight * (np.log(total) + most - scores[own, i])
+        for k in range(classes):
+            chance = chances[k] / total
+            wrong_by = chance - 1.0 if k == own else chance
+            words[k, 2 * i] = np.int64(np.rint(wrong_by * weight * units[0]))
+            hessian = np.int64(np.rint(factor * chance * (1.0 - chance) * weight * units[1]))
+            words[k, 2 * i + 1] = (hessian << count_bits) + 1
+    return loss
+
+
 @njit(cache=True, nogil=True)
 def largest_error(scores: Any, targets: Any, weights: Any) -> float:
     largest = 0.0
@@ -205,6 +229,18 @@ def squared_loss(scores: Any, targets: Any, weights: Any, unit: float) -> Any:
     return total
 
 
+@njit(cache=True, nogil=True, error_model="numpy")
+def softmax_loss(scores: Any, targets: Any, weights: Any, unit: float) -> Any:
+    total = np.int64(0)
+    for i in range(scores.shape[1]):
+        most, chances = scores[:, i].max(), 0.0
+        for k in range(scores.shape[0]):
+            chances += np.exp(scores[k, i] - most)
+        loss = np.log(chances) + most - scores[np.int64(targets[i]), i]
+        total += np.int64(np.rint(weights[i] * loss * unit))
+    return total
+
+
 def warm() -> None:
     tiles, rows = np.zeros((0, 1, TILE), np.uint8), np.zeros(0, np.int32)
     words, offsets, out = np.zeros(0, np.int64), np.zeros(2, np.int64), np.zeros(4, np.int64)
@@ -219,5 +255,8 @@ def warm() -> None:
     for step in (binary_words, squared_words):
         step(scores, scores, scores, np.ones(2), 1, words)
     largest_error(scores, scores, scores)
+    of_classes = np.zeros((2, 0))
+    softmax_words(of_classes, scores, scores, np.ones(2), 1, np.zeros((2, 0), np.int64))
+    softmax_loss(of_classes, scores, scores, 1.0)
     for measure in (binary_loss, squared_loss):
         measure(scores, scores, scores, 1.0)

@@ -6,7 +6,7 @@ most its threshold, or among its categories; missing values (NaN) go where the n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,15 +16,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from manyhands.data.row_files import Rows
+from manyhands.data.table_encoding import TableEncoding, unnamed
 from manyhands.errors import DataError, UserError
 from manyhands.workloads.gbdt import bin_kernels
 from manyhands.workloads.gbdt.bin_table import Holdout
 from manyhands.workloads.gbdt.binning import BinTable, FeatureBins
 from manyhands.workloads.gbdt.growing import GrownTree, tree_of
 from manyhands.workloads.gbdt.options import GbdtOptions
-from manyhands.workloads.gbdt.row_sources import RowBlock, RowSource, unnamed
+from manyhands.workloads.gbdt.row_sources import RowBlock, RowSource
 from manyhands.workloads.gbdt.split_kernels import CATEGORICAL, DEFAULT_LEFT
-from manyhands.workloads.logreg.labels import PAIRS, measure
+from manyhands.workloads.logreg.labels import NO_LABELS, PAIRS, Labels, measure, softmax
 
 __all__ = ["LINKS", "DecisionTree", "GbdtModel", "measure_model"]
 
@@ -102,6 +103,7 @@ LINKS = {
     **dict.fromkeys(("regression", "regression_l1", "huber", "fair", "quantile", "mape"), "identity"),
     **dict.fromkeys(("poisson", "gamma", "tweedie"), "exp"),
     **dict.fromkeys(("binary", "cross_entropy"), "sigmoid"),
+    "multiclass": "softmax",
 }
 """What a sum of leaves means, by the first word of an objective as LightGBM writes it."""
 
@@ -110,6 +112,8 @@ def _predicted(objective: str, scores: NDArray[np.float64]) -> NDArray[np.float6
     word, *settings = objective.split()
     if LINKS[word] == "identity":
         return scores
+    if LINKS[word] == "softmax":
+        return softmax(scores)
     if LINKS[word] == "sigmoid":
         given = (float(one[8:]) for one in settings if one.startswith("sigmoid:"))
         scores = -np.logaddexp(0.0, -next(given, 1.0) * scores)
@@ -119,7 +123,10 @@ def _predicted(objective: str, scores: NDArray[np.float64]) -> NDArray[np.float6
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GbdtModel:
-    """Trees, whose values are summed; `columns` are those of a row, `names` and `infos` what is known of each."""
+    """Trees, whose values are summed; `columns` are those of a row, `names` and `infos` what is known of each.
+
+    Of several classes there is a tree for each, and then the next for each.
+    """
 
     trees: tuple[DecisionTree, ...]
     objective: str
@@ -128,24 +135,36 @@ class GbdtModel:
     parameters: Mapping[str, Any] = field(default_factory=dict)  # what it was trained with; for a reader only
     label_index: int = 0
     """Which column of the table had the labels: in rows to predict that have one column more, it is left out."""
+    encoding: TableEncoding | None = None  # which texts the categories of columns stand for, where they do
+    labels: Labels = NO_LABELS
+    """The label of each class, where there are several, or where two are not such as 0 and 1."""
 
     @property
     def columns(self) -> int:
         return len(self.names)
 
+    @property
+    def classes(self) -> int:
+        """How many sums of trees there are."""
+        return len(self.labels) if LINKS[self.objective.split()[0]] == "softmax" else 1
+
     @staticmethod
     def of(
         state: Mapping[str, Tensor],
-        trees: int,
+        rounds: int,
         bins: BinTable,
         options: GbdtOptions,
-        bias: float,
+        biases: Sequence[float],
         names: Sequence[str] | None,
+        labels: Labels = NO_LABELS,
     ) -> GbdtModel:
-        """The first `trees` trees of a `TreeMemory`; the first has the bias in its leaves."""
+        """The trees of the first `rounds` of a `TreeMemory`; the first of each class has its bias in its leaves."""
+        count = len(biases)
         made = tuple(
-            DecisionTree.of(tree_of(state, number), bins.features, 0.0 if number else bias, options.rate)
-            for number in range(trees)
+            DecisionTree.of(
+                tree_of(state, number), bins.features, biases[number] if number < count else 0.0, options.rate
+            )
+            for number in range(rounds * count)
         )
         # What LightGBM's files say of each column: its range, or its categories.
         infos = ["none"] * bins.columns
@@ -153,33 +172,44 @@ class GbdtModel:
             infos[one.column] = f"[{one.low!r}:{one.high!r}]"
             if one.categories is not None:
                 infos[one.column] = ":".join(map(str, sorted(one.categories.tolist())))
+        in_file = {"binary": "binary sigmoid:1", "multiclass": f"multiclass num_class:{len(labels)}"}
         return GbdtModel(
             trees=made,
-            objective="binary sigmoid:1" if options.objective == "binary" else options.objective,
+            objective=in_file.get(options.objective, options.objective),
             names=tuple(names or unnamed(bins.columns)),
             infos=tuple(infos),
+            labels=labels,
         )
 
     def scores(self, block: RowBlock) -> NDArray[np.float64]:
-        """Sums of leaves of some rows; UserError where they have more or fewer columns than the model knows."""
+        """Sums of leaves of some rows, a column for each of several classes.
+
+        UserError where rows have more or fewer columns than the model knows.
+        """
+        out, begin = np.zeros((self.classes, len(block))), 0
+        for part in self._parts(block):
+            end = begin + len(part)
+            for own, flat in zip(out, self._flat, strict=True):
+                bin_kernels.add_trees(part, *flat, own[begin:end])
+            begin = end
+        return out[0] if self.classes == 1 else np.ascontiguousarray(out.T)
+
+    def predict(self, block: RowBlock) -> NDArray[np.float64]:
+        """Numbers, or probabilities: of the larger of two labels, or of each of several in a column."""
+        return _predicted(self.objective, self.scores(block))
+
+    def _parts(self, block: RowBlock) -> Iterator[NDArray[np.float64]]:
         if block.sparse is not None:
-            return self._sparse_scores(block.sparse)
+            yield from self._sparse_parts(block.sparse)
+            return
         values = block.values
         if values.shape[1] != self.columns:
             raise UserError(f"rows have {values.shape[1]} columns; the model was trained on {self.columns}")
-        out = np.zeros(len(values))
         for begin in range(0, len(values), _CHUNK):
-            part = np.ascontiguousarray(values[begin : begin + _CHUNK], np.float64)
-            bin_kernels.add_trees(part, *self._flat, out[begin : begin + _CHUNK])
-        return out
+            yield np.ascontiguousarray(values[begin : begin + _CHUNK], np.float64)
 
-    def predict(self, block: RowBlock) -> NDArray[np.float64]:
-        """Numbers, or probabilities of the larger label."""
-        return _predicted(self.objective, self.scores(block))
-
-    def _sparse_scores(self, rows: Rows) -> NDArray[np.float64]:
+    def _sparse_parts(self, rows: Rows) -> Iterator[NDArray[np.float64]]:
         """Features beyond those that it was trained on count nothing."""
-        out = np.zeros(len(rows))
         count = max(1, min(_CHUNK, _CHUNK_NUMBERS // self.columns))  # zeros are written down
         for begin in range(0, len(rows), count):
             end = min(begin + count, len(rows))
@@ -189,21 +219,12 @@ class GbdtModel:
             columns, values = rows.indices[first:last], rows.values[first:last]
             known = columns < self.columns
             dense[which[known], columns[known]] = values[known]
-            bin_kernels.add_trees(dense, *self._flat, out[begin:end])
-        return out
+            yield dense
 
     @cached_property
-    def _flat(self) -> tuple[tuple[NDArray[Any], ...], tuple[NDArray[Any], ...]]:
-        kinds: dict[str, Any] = dict.fromkeys(
-            ("feature", "threshold", "decision", "left", "right", "leaf_value", "category_starts"), np.int64
-        )
-        kinds |= {"threshold": np.float64, "leaf_value": np.float64, "categories": np.uint32}
-        parts = {name: [getattr(tree, name) for tree in self.trees] for name in kinds}
-        starts = ("feature", "leaf_value", "category_starts", "categories")
-        return (
-            tuple(np.cumsum([0, *map(len, parts[name])]).astype(np.int64) for name in starts),
-            tuple(np.concatenate([np.zeros(0, kind), *parts[name]]) for name, kind in kinds.items()),
-        )
+    def _flat(self) -> list[tuple[tuple[NDArray[Any], ...], tuple[NDArray[Any], ...]]]:
+        """The trees of each class as compiled code takes them."""
+        return [_flattened(self.trees[first :: self.classes]) for first in range(self.classes)]
 
     def importance(self, kind: str = "split") -> NDArray[np.float64]:
         """For every column, how many nodes ask for it (`split`), or what they gain together (`gain`)."""
@@ -215,12 +236,27 @@ class GbdtModel:
         return out
 
 
+def _flattened(
+    trees: Sequence[DecisionTree],
+) -> tuple[tuple[NDArray[Any], ...], tuple[NDArray[Any], ...]]:
+    kinds: dict[str, Any] = dict.fromkeys(
+        ("feature", "threshold", "decision", "left", "right", "leaf_value", "category_starts"), np.int64
+    )
+    kinds |= {"threshold": np.float64, "leaf_value": np.float64, "categories": np.uint32}
+    parts = {name: [getattr(tree, name) for tree in trees] for name in kinds}
+    starts = ("feature", "leaf_value", "category_starts", "categories")
+    return (
+        tuple(np.cumsum([0, *map(len, parts[name])]).astype(np.int64) for name in starts),
+        tuple(np.concatenate([np.zeros(0, kind), *parts[name]]) for name, kind in kinds.items()),
+    )
+
+
 def measure_model(model: GbdtModel, source: RowSource, holdout: Holdout | None = None) -> dict[str, Any]:
-    """Accuracy, AUC and log loss of two labels, or the root of the mean squared error and R² of a number.
+    """Accuracy, AUC and log loss of labels, or the root of the mean squared error and R² of a number.
 
     On all rows, or on those that are held out; `quality` is what the page of a run shows of it.
     """
-    source, scores, labels, weights = source.for_names(model.names), [], [], []
+    source, scores, labels, weights = source.for_names(model.names, model.encoding), [], [], []
     on = "test rows" if holdout is None else "rows held out"
     for block in source.blocks() if holdout is None else holdout.only(source.blocks(), held=True):
         if block.labels is None:
@@ -229,12 +265,12 @@ def measure_model(model: GbdtModel, source: RowSource, holdout: Holdout | None =
         labels.append(block.labels)
         weights.append(block.weights if block.weights is not None else np.ones(len(block)))
     score, label, weight = (np.concatenate(parts) for parts in (scores, labels, weights))
-    if LINKS[model.objective.split()[0]] == "sigmoid":
-        pair = next((pair for pair in PAIRS if np.isin(label, pair).all()), None)
-        if pair is None:
-            raise DataError(f"{source.name} has labels other than -1 and 1, 0 and 1, or 1 and 2")
-        found = measure(score, (label == pair[1]).astype(np.float32), weight.astype(np.float32))
-        return {**found.figures, "test_rows": len(label), "quality": found.quality(on, pair)}
+    known = model.labels
+    if LINKS[model.objective.split()[0]] == "sigmoid" and not known:  # the file does not say which
+        known = Labels(*next((pair for pair in PAIRS if np.isin(label, pair).all()), PAIRS[1]))
+    if known:
+        found = measure(score, known.targets(label, source.name, names=source.label_names), weight)
+        return {**found.figures, "test_rows": len(label), "quality": found.quality(on, known)}
     error = float(np.average((_predicted(model.objective, score) - label) ** 2, weights=weight))
     spread = float(np.average((label - np.average(label, weights=weight)) ** 2, weights=weight))
     explained = 1 - error / spread if spread else None

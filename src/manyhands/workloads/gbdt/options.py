@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from manyhands.workloads.task_options import CheckedOptions, option
+from manyhands.workloads.task_options import CheckedOptions, memory_option, option
 
 __all__ = ["OBJECTIVES", "PARALLEL", "GbdtOptions"]
 
 OBJECTIVES = {
-    "auto": "binary where the labels are two of -1 and 1, 0 and 1, or 1 and 2; else regression",
+    "auto": "binary for two integers or names, multiclass for up to 32 integers or any names; else regression",
     "binary": "log loss of two labels",
+    "multiclass": "log loss of several labels: one tree for each in every round (softmax)",
     "regression": "squared error",
 }
 PARALLEL = {
@@ -23,8 +24,10 @@ PARALLEL = {
 class GbdtOptions(CheckedOptions):
     """One training."""
 
-    objective: str = option("auto", "binary or regression; auto: chosen by the labels", choices=OBJECTIVES)
-    trees: int = option(100, "maximum number of trees", at_least=1)
+    objective: str = option(
+        "auto", "binary, multiclass or regression; auto: chosen by the labels", choices=OBJECTIVES
+    )
+    trees: int = option(100, "maximum number of trees; of several classes, for each", at_least=1)
     rate: float = option(0.1, "learning rate: factor of each new tree", above=0)
     num_leaves: int = option(31, "maximum leaves per tree", at_least=2)
     max_depth: int = option(0, "maximum depth of a tree; 0: no limit", at_least=0)
@@ -34,6 +37,7 @@ class GbdtOptions(CheckedOptions):
     min_gain: float = option(0.0, "minimum gain of a split", at_least=0, hidden=True)
     max_bin: int = option(255, "maximum bins per feature, up to 255", at_least=2, at_most=255)
     """A bin is one byte; that of missing values is included."""
+    min_data_in_bin: int = option(3, "minimum rows per bin", at_least=1, hidden=True)
     max_cat_to_onehot: int = option(4, "maximum bins for one-against-the-rest", at_least=1, hidden=True)
     cat_smooth: float = option(10.0, "added to a category's hessian when sorting", at_least=0, hidden=True)
     """A category with fewer rows is left out."""
@@ -49,4 +53,8 @@ class GbdtOptions(CheckedOptions):
         0, "stop after this many trees without improvement on held-out rows; 0: never", at_least=0
     )
     seed: int = option(0, "fixes which rows are held out and which rows define the bins", at_least=0)
+    memory_bytes: int = memory_option(
+        "memory for rows; bins beyond it go to temporary files", flag="--memory"
+    )
+    """Besides the interpreter and its libraries, and for one worker."""
     allow_overload: bool = option(False, "start even if this host seems too small for the workers")

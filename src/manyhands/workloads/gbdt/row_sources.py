@@ -1,4 +1,4 @@
-"""Where rows come from: LIBSVM and Vowpal Wabbit text, npy, Parquet, and two sets that come inside scikit-learn.
+"""Where rows come from: text of sparse rows, npy, tables (CSV, Parquet, DataFrames), two sets inside scikit-learn.
 
 A source is gone through block by block, and twice: first for the bounds of bins, then for the bins themselves. So only
 text, and never the values of a whole table, has to be parsed again, and a file may be larger than memory.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.data.file_reader import bundled_file
-from manyhands.data.matrix_files import NpyMatrix, ParquetMatrix
+from manyhands.data.matrix_files import NpyMatrix
 from manyhands.data.row_files import Reading, RowFile, Rows
+from manyhands.data.table_encoding import TableEncoding, unnamed
+from manyhands.data.table_files import LABEL_NAMES, TableMatrix, TableReading, file_kind, is_frame, open_table
 from manyhands.errors import DataError, UserError, nearest
 
-__all__ = ["EMBEDDED", "ArraySource", "RowBlock", "RowSource", "model_names", "open_source", "unnamed"]
+__all__ = ["EMBEDDED", "ArraySource", "RowBlock", "RowSource", "model_names", "open_source"]
 
 _BLOCK_ROWS = 1 << 16
-_LABEL_NAMES = ("label", "target", "y")
 _OF_CELLS = (
     *("radius", "texture", "perimeter", "area", "smoothness"),
     *("compactness", "concavity", "concave_points", "symmetry", "fractal_dimension"),
@@ -83,15 +83,25 @@ class RowSource(ABC):
     names: Sequence[str] | None = None  # what the columns of features are called, where the source says
     is_read_once: bool = False  # whether rows that were gone through are gone, as those of stdin
     label_index: int = 0  # which column of the file has the labels, where one has
+    label_names: Sequence[str] | None = None
+    """What label 0, 1, … of blocks means, where labels are names; more may come while blocks are gone through."""
+    encoding: TableEncoding | None = None
+    """Of a table with columns of text: a model keeps it for rows to predict."""
+    left_out: int = 0  # rows of the last reading that were wrong and skipped
+    new_texts: int = 0  # values of the last reading that are no category of the encoding: as if missing
 
     @abstractmethod
     def blocks(self, on_rows: Callable[[int], None] | None = None) -> Iterator[RowBlock]:
         """All rows, in order; DataError says what is wrong with the file."""
 
-    def for_names(self, names: Sequence[str] | None) -> RowSource:  # noqa: ARG002 - text has none
+    def for_names(
+        self,
+        names: Sequence[str] | None,  # noqa: ARG002 - text has none
+        encoding: TableEncoding | None = None,  # noqa: ARG002
+    ) -> RowSource:
         """The same rows with the columns of these names, in this order; itself where one of both has no names.
 
-        DataError names a column that is missing.
+        Where a model has an `encoding`, that says the columns. DataError names a column that is missing.
         """
         return self
 
@@ -106,10 +116,6 @@ def model_names(names: Sequence[str], where: str) -> list[str]:
             raise DataError(f"{where}: {both} are both written as {short!r} in a model file; rename one")
         found[short] = name
     return list(found)
-
-
-def unnamed(columns: int) -> tuple[str, ...]:
-    return tuple(f"Column_{column}" for column in range(columns))
 
 
 def _places(wanted: Sequence[str], found: Sequence[str], where: str) -> list[int] | None:
@@ -157,7 +163,11 @@ class ArraySource(RowSource):
                 values = values.astype(np.float64)
             yield _block(values, labels, weights, on_rows)
 
-    def for_names(self, names: Sequence[str] | None) -> RowSource:
+    def for_names(
+        self,
+        names: Sequence[str] | None,
+        encoding: TableEncoding | None = None,  # noqa: ARG002 - these are numbers
+    ) -> RowSource:
         places = _places(names, self.names, self.name) if names and self.names else None
         if places is None or places == list(range(self._values.shape[1])):
             return self
@@ -185,45 +195,53 @@ class _TextSource(RowSource):
         self.is_read_once = path == "-"
 
     def blocks(self, on_rows: Callable[[int], None] | None = None) -> Iterator[RowBlock]:
-        for rows in RowFile(self._path, self._reading).blocks():
+        file = RowFile(self._path, self._reading)
+        for rows in file.blocks():
             if on_rows is not None:
                 on_rows(len(rows))
             labels = None if np.isnan(rows.labels).all() else rows.labels.astype(np.float64)
             weights = None if (rows.weights == 1).all() else rows.weights.astype(np.float64)
             yield RowBlock(labels=labels, weights=weights, sparse=rows)
+        self.left_out = file.bad_lines
 
 
-class _MatrixSource(RowSource):
-    def __init__(self, matrix: NpyMatrix | ParquetMatrix, label_index: int = 0) -> None:
-        self.name, self.names = str(matrix.path), matrix.names
-        self._matrix, self.label_index = matrix, label_index
+class _NpySource(RowSource):
+    def __init__(self, matrix: NpyMatrix) -> None:
+        self.name, self._matrix, self.label_index = str(matrix.path), matrix, matrix.label or 0
 
     def blocks(self, on_rows: Callable[[int], None] | None = None) -> Iterator[RowBlock]:
         for block in self._matrix.blocks():
-            yield _block(np.asarray(block.dense(self._matrix.columns)), block.labels, None, on_rows)
+            yield _block(np.asarray(block.rows), block.labels, None, on_rows)
 
-    def for_names(self, names: Sequence[str] | None) -> RowSource:
-        """Columns that are not named are not read."""
-        matrix = self._matrix
-        if names is None or not isinstance(matrix, ParquetMatrix):
+
+class _TableSource(RowSource):
+    def __init__(self, table: TableMatrix) -> None:
+        found = table.encoding
+        self.name, self.names, self._table = str(table.path), found.names if found.is_named else None, table
+        self.encoding = found if found.categories else None
+        self.label_names, self.label_index = found.classes or None, found.label_index
+
+    def blocks(self, on_rows: Callable[[int], None] | None = None) -> Iterator[RowBlock]:
+        for block in self._table.blocks():
+            yield _block(np.asarray(block.rows), block.labels, None, on_rows)
+        self.left_out, self.new_texts = self._table.left_out, self._table.new_texts
+
+    def for_names(self, names: Sequence[str] | None, encoding: TableEncoding | None = None) -> RowSource:
+        """Columns that are not named are not read; all are numbers where no encoding says that they are texts."""
+        table, own = self._table, self._table.encoding
+        if encoding is not None:
+            encoding = replace(encoding, label=own.label, classes=own.classes)
+            return _TableSource(table.encoded(encoding, labelled=own.label is not None))
+        if names is None or not own.is_named:
             return self
-        places = _places(names, matrix.names, self.name)
-        chosen = [matrix.names[at] for at in places] if places is not None else list(matrix.names)
-        usual = _label_name(matrix.names, None, matrix.path)
-        if places is None and matrix.label is None and usual is not None and len(chosen) == len(names) + 1:
-            chosen.remove(usual)  # all that tells it from the columns of a model without names
-        return _MatrixSource(ParquetMatrix(matrix.path, matrix.label, chosen), self.label_index)
-
-
-def _label_name(found: Sequence[str], label: str | None, path: Path) -> str | None:
-    """Which column of a Parquet file has the labels: the one named, numbered, or usually called so; else none."""
-    if label is None:
-        return next((name for name in _LABEL_NAMES if name in found), None)
-    if label in found:
-        return label
-    with suppress(ValueError, IndexError):
-        return found[int(label)]
-    raise DataError(f"{path} has no column {label!r}; {nearest(label, found)}")
+        found = [name for name in table.all_names if name != own.label]
+        places = _places(names, found, self.name)
+        if places is None:  # a model without names takes columns by their places
+            rest = [name for name in found if name not in LABEL_NAMES]
+            found = rest if own.label is None and len(rest) == len(names) else found
+            places = list(range(len(found)))
+        asked = replace(own, names=tuple(found[at] for at in places), categories={})
+        return _TableSource(table.encoded(asked, labelled=own.label is not None))
 
 
 def _breast_cancer() -> RowSource:
@@ -256,30 +274,33 @@ EMBEDDED: dict[str, Callable[[], RowSource]] = {"breast-cancer": _breast_cancer,
 
 
 def open_source(
-    path: Path | str, reading: Reading | None = None, label: str | None = None, *, labelled: bool = True
+    data: Any,
+    reading: Reading | None = None,
+    label: str | None = None,
+    *,
+    labelled: bool = True,
+    table: TableReading | None = None,
 ) -> RowSource:
-    """The rows of a file by its ending (`.npy`, `.parquet`; else text), or one of `EMBEDDED` by its name.
+    """The rows of a file, by its ending or its first bytes, of a DataFrame, or of one of `EMBEDDED` by its name.
 
-    `label` is the column of the labels in npy and Parquet: a number from 0, or a name; usually column 0 of npy, and one
-    called label, target or y. Where rows are to be predicted, `labelled` may be False: without a `label`, no column is
-    one then.
+    `label` is the column of the labels in npy files and tables: a number from 0, or a name; usually column 0 of npy,
+    and one called label, target or y. Where rows are to be predicted, `labelled` may be False: without a `label`, no
+    column is one then. `table` says what else of a table is read.
     """
-    text = str(path)
+    asked = replace(table or TableReading(), label=label, labelled=labelled or label is not None)
+    if is_frame(data):
+        return _TableSource(open_table(data, asked, scanned=asked.labelled))
+    text = str(data)
     if text in EMBEDDED and not Path(text).exists():
         return EMBEDDED[text]()
-    ending = Path(text).suffix.lower()
     if text != "-" and not Path(text).is_file():
         hint = "" if Path(text).suffix or "/" in text else f"; embedded: {', '.join(EMBEDDED)}"
         raise UserError(f"{text} cannot be read: no such file{hint}")
-    if ending == ".npy":
-        matrix = NpyMatrix(Path(text), "0" if label is None and labelled else label)
-        return _MatrixSource(matrix, matrix.label or 0)
-    if ending == ".parquet":
-        table = ParquetMatrix(Path(text), None)
-        chosen = _label_name(table.names, label, Path(text)) if labelled or label is not None else None
-        if chosen is None:
-            return _MatrixSource(table)
-        return _MatrixSource(ParquetMatrix(Path(text), chosen), table.names.index(chosen))
+    kind = file_kind(text)
+    if kind == "npy":
+        return _NpySource(NpyMatrix(Path(text), "0" if label is None and labelled else label))
+    if kind != "text":
+        return _TableSource(open_table(text, asked, scanned=asked.labelled))
     if label is not None:
         raise UserError(f"label={label!r}: in text files the label is the first word of a line; leave it out")
     return _TextSource(text, reading or Reading())

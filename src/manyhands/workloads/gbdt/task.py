@@ -1,5 +1,7 @@
 """Gradient boosting as a task whose step is compiled: one step is one tree, and its records are all rows.
 
+Of several classes a step is a tree for each, grown on gradients that were taken before any of them (softmax).
+
 * `single`: one thread.
 * `allreduce`, `mirrored`: every worker has a part of the rows and all trees; histograms travel.
 
@@ -40,6 +42,7 @@ from manyhands.workloads.gbdt.growing import (
 )
 from manyhands.workloads.gbdt.options import GbdtOptions
 from manyhands.workloads.gbdt.searching import SEARCHES, LocalRows, SharedHistograms
+from manyhands.workloads.logreg.labels import NO_LABELS, Labels
 
 __all__ = ["VALID_LOSS", "GbdtStep", "GbdtTask", "check_strategy", "units_for"]
 
@@ -49,7 +52,7 @@ _BLOCK = 64  # rows: shares begin at whole blocks, so that compiled loops treat 
 
 @dataclass(frozen=True, kw_only=True)
 class GbdtTask(KernelTask):
-    """Growing trees on rows that are bins already; `gbdt.objective` is binary or regression."""
+    """Growing trees on rows that are bins already; `gbdt.objective` is binary, multiclass or regression."""
 
     name: ClassVar[str] = "gbdt"
     advice: ClassVar[str] = "use a smaller rate, or scale the labels down"
@@ -59,7 +62,14 @@ class GbdtTask(KernelTask):
     bins: BinTable
     start_trees: int = 0  # of a model that training continues: the scores of rows begin with its
     largest_weight: float = 1.0  # of the rows to train on: gradients are counted in units that follow from it
+    labels: Labels = NO_LABELS  # which label each class has; none of a number
+    note: str = ""  # which objective was guessed
     gbdt: GbdtOptions
+
+    @property
+    def classes(self) -> int:
+        """How many trees a step grows."""
+        return len(self.labels) if self.gbdt.objective == "multiclass" else 1
 
     @property
     def samples(self) -> int:
@@ -78,25 +88,30 @@ class GbdtTask(KernelTask):
         left_out = ("trees", "allow_overload", "early_stopping")
         kept = {name: value for name, value in asdict(self.gbdt).items() if name not in left_out}
         valid_rows = self.valid.rows if self.valid else 0
-        return kept | {
-            "features": len(self.bins.features),
-            "valid_rows": valid_rows,
-            "start_trees": self.start_trees,
-        }
+        labels = {"labels": list(self.labels)} if self.classes > 1 else {}
+        return (
+            kept
+            | labels
+            | {
+                "features": len(self.bins.features),
+                "valid_rows": valid_rows,
+                "start_trees": self.start_trees,
+            }
+        )
 
     @property
     def record_bytes(self) -> float:
-        return len(self.bins.features) + 40.0
+        return len(self.bins.features) + 40.0 * self.classes
 
     def model(self) -> TreeMemory:
-        return TreeMemory(self.gbdt.trees, self.gbdt.num_leaves)
+        return TreeMemory(self.gbdt.trees, self.gbdt.num_leaves, self.classes)
 
     def shared_model(self, segment: Segment, offset: int) -> nn.Module:
         raise NotImplementedError("workers cannot write trees to one memory without order")
 
     @property
     def num_bytes(self) -> int:
-        return self.gbdt.trees * self.gbdt.num_leaves * 17 * 8
+        return self.classes * self.gbdt.trees * self.gbdt.num_leaves * 17 * 8
 
     def step(self, model: nn.Module, gate: CompiledGate) -> KernelStep:
         del gate
@@ -135,10 +150,11 @@ class GbdtStep(KernelStep):
         search, bins = SEARCHES[task.gbdt.parallel], task.bins
         self._search = search(rendezvous, bins.offsets, bins.kinds, task.gbdt)
         count = len(self._train.span)
+        self._words = np.zeros((task.classes, 2 * count), np.int64)
         self._local = LocalRows(
             tiles=self._train.tiles,
             layout=task.train.layout,
-            words=np.zeros(2 * count, np.int64),
+            words=self._words[0],
             first=self._train.span.start,
             rule=np.zeros(12),
             ordered=np.zeros(2 * count, np.int64),
@@ -146,7 +162,7 @@ class GbdtStep(KernelStep):
         patience = task.gbdt.early_stopping if self._held else 0
         rule = EarlyStopping(metric=VALID_LOSS, patience=patience) if patience else None
         self._stopping = StoppingCount(rule) if rule is not None else None
-        self._is_binary = task.gbdt.objective == "binary"
+        self._objective, self._classes = task.gbdt.objective, task.classes
 
     def fill(self) -> None:
         """Scores begin with the best constant, or with those of a model."""
@@ -160,24 +176,31 @@ class GbdtStep(KernelStep):
         kept = np.flatnonzero(self._memory.get_buffer("num_leaves").numpy())
         for number in kept.tolist():
             tree = tree_of(state, number)
+            done, number_of_class = divmod(number, self._classes)
             for rows in self._tables:
                 self._put_into_leaves(tree, rows.divided)
-                self._move(rows, tree)
-            if self._stopping is not None:
-                self._stopping.add(number + 1, {VALID_LOSS: float(state["valid_loss"][number])})
+                self._move(rows, tree, number_of_class)
+            if self._stopping is not None and number_of_class == self._classes - 1:
+                self._stopping.add(done + 1, {VALID_LOSS: float(state["valid_loss"][done])})
 
     def take(self, portion: Portion) -> Taken:
         options, task, rendezvous = self._options, self._task, self._rendezvous
         before = rendezvous.bytes_sent
         loss = self._write_words()
-        divided = [rows.divided for rows in self._tables]
-        tree = grow(self._search, self._local, task.bins.features, options, divided)
-        for rows in self._tables:
-            self._move(rows, tree)
+        divided, trees = [rows.divided for rows in self._tables], []
+        for number_of_class, words in enumerate(self._words):
+            self._local.words = words
+            tree = grow(self._search, self._local, task.bins.features, options, divided)
+            if self._classes > 1 and tree.num_leaves == 1:  # counts nothing, as in LightGBM
+                tree.leaf_value[0] = 0.0
+            for rows in self._tables:
+                self._move(rows, tree, number_of_class)
+            trees.append(tree)
         valid = self._valid_loss()
-        self._memory.put(portion.passed, tree, valid)
+        self._memory.put(portion.passed, trees, valid)
         metrics = {VALID_LOSS: valid} if self._held is not None else {}
-        ends = "" if tree.num_leaves > 1 else "no split of all rows gains anything"
+        can_split = any(tree.num_leaves > 1 for tree in trees)
+        ends = "" if can_split else "no split of all rows gains anything"
         if self._stopping is not None and self._stopping.add(portion.passed + 1, metrics):
             ends = ends or self._stopping.sentence
         return Taken(
@@ -185,18 +208,23 @@ class GbdtStep(KernelStep):
             weight=float(self._train.weights.sum()),
             samples=len(self._train.span),
             bytes_sent=rendezvous.bytes_sent - before,
-            messages_sent=tree.num_leaves if rendezvous.world > 1 else 0,
+            messages_sent=sum(tree.num_leaves for tree in trees) if rendezvous.world > 1 else 0,
             metrics=metrics,
             ends=ends,
         )
 
     def _write_words(self) -> float:
         rows, options, task = self._train, self._options, self._task
-        if self._is_binary:
+        scores, words = (rows.scores, self._words) if self._classes > 1 else (rows.scores[0], self._words[0])
+        if self._classes > 1:
+            most = task.largest_weight * self._classes / (self._classes - 1) / 4
+            units = units_for(task.train.rows, task.largest_weight, most)
+            write = histogram_kernels.softmax_words
+        elif self._objective == "binary":
             units = units_for(task.train.rows, task.largest_weight, task.largest_weight / 4)
             write = histogram_kernels.binary_words
         else:
-            here = histogram_kernels.largest_error(rows.scores, rows.targets, rows.weights)
+            here = histogram_kernels.largest_error(scores, rows.targets, rows.weights)
             units = units_for(task.train.rows, self._rendezvous.largest(here), task.largest_weight)
             write = histogram_kernels.squared_words
         leaf = options.min_data_in_leaf, options.min_sum_hessian, options.lambda_l2
@@ -204,8 +232,7 @@ class GbdtStep(KernelStep):
         scale = np.array([units.gradient, units.hessian])
         rest = options.max_cat_to_onehot, options.min_gain
         self._local.rule[:] = units.count_bits, *leaf, *scale, *sorting, *rest
-        given, words = (rows.scores, rows.targets, rows.weights), self._local.words
-        return float(write(*given, scale, units.count_bits, words))
+        return float(write(scores, rows.targets, rows.weights, scale, units.count_bits, words))
 
     def _put_into_leaves(self, tree: GrownTree, divided: DividedRows) -> None:
         """Split by split, in the order in which the tree was grown."""
@@ -219,23 +246,28 @@ class GbdtStep(KernelStep):
             divided.divide(-1 - leaf, node + 1, feature, to_left)
 
     @staticmethod
-    def _move(rows: _Rows, tree: GrownTree) -> None:
+    def _move(rows: _Rows, tree: GrownTree, number_of_class: int) -> None:
         for leaf in range(tree.num_leaves):
             mine, value = rows.divided.of(leaf), tree.leaf_value[leaf]
-            histogram_kernels.add_to_scores(rows.scores, mine, rows.span.start, value)
+            histogram_kernels.add_to_scores(rows.scores[number_of_class], mine, rows.span.start, value)
 
     def _valid_loss(self) -> float:
         """Collective: the mean over all rows held out, the same for any number of workers; infinity of none."""
         held, task = self._held, self._task
         if held is None or task.valid is None:
             return math.inf
-        sizes = np.abs(held.scores) if self._is_binary else (held.scores - held.targets) ** 2
+        if self._classes > 1:
+            scores, measure = held.scores, histogram_kernels.softmax_loss
+            sizes = np.ptp(scores, axis=0) + math.log(self._classes)  # no loss is larger
+        elif self._objective == "binary":
+            scores, measure = held.scores[0], histogram_kernels.binary_loss
+            sizes = np.maximum(1.0, np.abs(scores))
+        else:
+            scores, measure = held.scores[0], histogram_kernels.squared_loss
+            sizes = (scores - held.targets) ** 2
         largest = self._rendezvous.largest(float(sizes.max(initial=0.0)))
-        measure = histogram_kernels.squared_loss
-        if self._is_binary:
-            measure, largest = histogram_kernels.binary_loss, max(1.0, largest)
         unit = units_for(task.valid.rows, largest * self._largest_valid_weight, 1.0).gradient / 4
-        total = self._rendezvous.total(int(measure(held.scores, held.targets, held.weights, unit)))
+        total = self._rendezvous.total(int(measure(scores, held.targets, held.weights, unit)))
         return total / unit / self._valid_weight
 
 
@@ -248,7 +280,8 @@ class _Rows:
         self.tiles, targets, weights, start = table.opened()
         mine = slice(self.span.start, self.span.stop)
         self.targets, self.weights = np.array(targets[mine]), np.array(weights[mine])
-        self.start, self.scores = np.array(start[mine]), np.zeros(len(self.span))
+        self.start = np.array(start[:, mine])
+        self.scores = np.zeros_like(self.start)
         self.divided = DividedRows(self.tiles, table.layout, self.span, most_leaves)
 
 

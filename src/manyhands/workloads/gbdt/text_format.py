@@ -8,9 +8,11 @@ LightGBM's documentation and by the files that it writes itself: `lightgbm.Boost
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,11 +21,14 @@ from numpy.typing import NDArray
 
 from manyhands.data.row_files import FORMATS, Reading
 from manyhands.data.store.atomic import write_atomically
+from manyhands.data.table_encoding import TableEncoding
+from manyhands.data.table_files import TableReading
 from manyhands.errors import DataError, UserError
 from manyhands.workloads.exporting import Export, ExportAsked
 from manyhands.workloads.gbdt.model import LINKS, DecisionTree, GbdtModel
 from manyhands.workloads.gbdt.row_sources import RowBlock, open_source
-from manyhands.workloads.predictor import Predictor, ReadAs, table_of
+from manyhands.workloads.logreg.labels import MOST_CLASSES, NO_LABELS, Labels
+from manyhands.workloads.predictor import Predictor, ReadAs, encoded_inputs, table_of
 
 __all__ = [
     "MODEL_TEXT",
@@ -37,6 +42,8 @@ __all__ = [
 ]
 
 MODEL_TEXT = "model.txt"
+_COLUMNS = "table_columns:"
+_LABELS = "class_labels:"
 _MOST_BYTES = 1 << 30
 _PART_BYTES = 1 << 20
 _BY_NODE = {
@@ -70,8 +77,8 @@ def render_model(model: GbdtModel) -> str:
     trees = [_tree_text(number, tree) for number, tree in enumerate(model.trees)]
     header = {
         "version": "v4",
-        "num_class": 1,
-        "num_tree_per_iteration": 1,
+        "num_class": model.classes,
+        "num_tree_per_iteration": model.classes,
         "label_index": model.label_index,
         "max_feature_idx": model.columns - 1,
         "objective": model.objective,
@@ -84,9 +91,14 @@ def render_model(model: GbdtModel) -> str:
     order = np.argsort(-counts, kind="stable")
     importances = "".join(f"{model.names[at]}={counts[at]}\n" for at in order if counts[at])
     parameters = "".join(f"[{name}: {value}]\n" for name, value in model.parameters.items())
+    own = f"{_LABELS}{model.labels}\n" if model.labels else ""
+    texts = "null"
+    if model.encoding is not None:  # once for us, and once as LightGBM takes columns of categories of pandas
+        own += f"{_COLUMNS}{replace(model.encoding, classes=()).to_json()}\n"
+        texts = json.dumps(list(model.encoding.categories.values()))
     return (
         f"tree\n{lines}\n{''.join(trees)}end of trees\n\nfeature_importances:\n{importances}\n"
-        f"parameters:\n{parameters}\nend of parameters\n\npandas_categorical:null\n"
+        f"parameters:\n{parameters}\nend of parameters\n\n{own}pandas_categorical:{texts}\n"
     )
 
 
@@ -127,13 +139,18 @@ def parse_model(content: bytes | bytearray, where: str) -> GbdtModel:
         body, end, after = text.partition("end of trees")
         if not end:
             raise _Wrong("the words `end of trees` are missing, so it was cut short")
+        after = "\n".join(after.splitlines())
         head, *parts = body.split("\nTree=")
         lines = head.splitlines()[1:]
         if "average_output" in lines:  # a word of its own, without a value
             raise _Wrong("it is a random forest, which is not supported")
         header = _fields(lines)
         names, objective, label_index = _checked_header(header)
+        labels = _labels(header, objective, after)
         trees = tuple(_tree(number, part, len(names)) for number, part in enumerate(parts))
+        encoding = _encoding(after, len(names))
+        if len(trees) % int(header.get("num_class", 1)):
+            raise _Wrong(f"it has {len(trees)} trees, which {header['num_class']} classes cannot share")
         sizes = header.get("tree_sizes")
         if sizes is not None and len(sizes.split()) != len(trees):
             raise _Wrong(f"tree_sizes names {len(sizes.split())} trees, but it has {len(trees)}")
@@ -148,9 +165,50 @@ def parse_model(content: bytes | bytearray, where: str) -> GbdtModel:
         objective=objective,
         names=names,
         infos=infos if len(infos) == len(names) else ("none",) * len(names),
-        parameters=dict(re.findall(r"(?m)^\[(.*?): (.*)\]$", "\n".join(after.splitlines()))),
+        parameters=dict(re.findall(r"(?m)^\[(.*?): (.*)\]$", after)),
         label_index=label_index,
+        encoding=encoding,
+        labels=labels,
     )
+
+
+def _labels(header: Mapping[str, str], objective: str, after: str) -> Labels:
+    """Those of the classes: as a line after the parameters has them, else from 0, as LightGBM has no other."""
+    classes = [header.get(name, "1").strip() for name in ("num_class", "num_tree_per_iteration")]
+    word, *settings = objective.split()
+    wanted = {f"num_class:{classes[0]}"} if LINKS[word] == "softmax" else set()
+    counts = {one for one in settings if one.startswith("num_class:")}
+    if len(set(classes)) != 1 or counts != wanted or (not wanted and classes[0] != "1"):
+        raise _Wrong(f"num_class is {classes[0][:20]!r}, which its objective {objective!r} does not have")
+    count = 2
+    if wanted:
+        count = int(classes[0]) if classes[0].isdecimal() and len(classes[0]) < 6 else 0
+        if not 2 <= count <= MOST_CLASSES:
+            raise _Wrong(f"num_class is {classes[0][:20]!r}; it must be from 2 to {MOST_CLASSES}")
+    given = re.search(rf"(?m)^{_LABELS}(.*)$", after)
+    if given is None:
+        return Labels(*map(float, range(count))) if wanted else NO_LABELS
+    try:
+        found = Labels.parse(given[1])
+    except ValueError as error:
+        raise _Wrong(str(error)) from error
+    if len(found) != count or not (wanted or LINKS[word] == "sigmoid"):
+        raise _Wrong(f"it names {len(found)} labels, but its objective is {objective!r}")
+    return found
+
+
+def _encoding(after: str, columns: int) -> TableEncoding | None:
+    """How texts become categories, as a line after the parameters has it."""
+    given = re.search(rf"(?m)^{_COLUMNS}(.*)$", after)
+    if given is None:
+        return None
+    try:
+        found = TableEncoding.from_json(given[1])
+    except (ValueError, RecursionError) as error:
+        raise _Wrong(str(error)) from error
+    if len(found.names) != columns:
+        raise _Wrong(f"it describes {len(found.names)} columns, but has {columns} features")
+    return found
 
 
 def _fields(lines: Iterable[str]) -> dict[str, str]:
@@ -158,10 +216,7 @@ def _fields(lines: Iterable[str]) -> dict[str, str]:
 
 
 def _checked_header(header: Mapping[str, str]) -> tuple[tuple[str, ...], str, int]:
-    """Names of features, objective, column of labels; models that are no sum of single trees are rejected."""
-    for name in ("num_class", "num_tree_per_iteration"):
-        if header.get(name, "1") != "1":
-            raise _Wrong(f"{name} is {header[name]!r}; only one class is supported")
+    """Names of features, objective, column of labels; models that are no sums of trees are rejected."""
     objective = header.get("objective", "").strip()
     if not objective or objective.split()[0] not in LINKS or "sqrt" in objective.split():
         raise _Wrong(f"its objective is {objective or 'not named'!r}; supported: {', '.join(LINKS)}")
@@ -256,35 +311,43 @@ def _check_tree(number: int, arrays: Mapping[str, NDArray[Any]], columns: int, s
 
 
 class GbdtPredictor(Predictor[RowBlock]):
-    """A number for each row: the prediction, or the probability of the larger label."""
+    """A number for each row: the prediction, or the probability of the larger label; of several, that of each."""
 
     takes: ClassVar[str] = "an array of numbers, one for each column; null where one is missing"
     formats: ClassVar[tuple[str, ...]] = FORMATS
 
     model: GbdtModel
 
-    def blocks(self, source: str, read_as: ReadAs) -> Iterator[RowBlock]:
-        """All rows of a LIBSVM, npy or Parquet file, or of a data set inside scikit-learn, without labels."""
-        self.check_read_as(read_as)
-        model, reading = self.model, Reading(format=read_as.format, threads=read_as.threads)
-        for block in open_source(source, reading, labelled=False).for_names(model.names).blocks():
+    def blocks(self, source: Any, read_as: ReadAs) -> Iterator[RowBlock]:
+        """All rows of a file, a DataFrame, or a data set inside scikit-learn, without labels."""
+        self.check_format(read_as)
+        model, skip = self.model, read_as.skip_bad
+        reading = Reading(format=read_as.format, threads=read_as.threads, skip_bad=skip)
+        rows = open_source(source, reading, labelled=False, table=TableReading(skip_bad=skip))
+        rows = rows.for_names(model.names, model.encoding)
+        for block in rows.blocks():
             yield block.for_columns(model.columns, model.label_index)
+        self.left_out, self.new_texts = rows.left_out, rows.new_texts
 
     def inputs(self, values: Sequence[Any]) -> RowBlock:
+        values = encoded_inputs(self.model.encoding, values)
         return RowBlock(labels=None, dense=table_of(values, self.model.columns, self.takes, missing=True))
 
     def together(self, parts: Sequence[RowBlock]) -> RowBlock:
         return RowBlock(labels=None, dense=np.concatenate([part.values for part in parts]))
 
     def answers(self, inputs: RowBlock) -> list[Any]:
-        return list(self.model.predict(inputs).tolist())
+        found = self.model.predict(inputs)
+        return list(found.tolist()) if found.ndim == 1 else self.model.labels.answers(found)
 
     def lines(self, inputs: RowBlock) -> Iterator[str]:
-        return (f"{value:.17g}" for value in self.answers(inputs))
+        """Of several classes the probabilities in their order, between tabs."""
+        found = self.model.predict(inputs).reshape(len(inputs), -1).tolist()
+        return ("\t".join(f"{value:.17g}" for value in row) for row in found)
 
     @property
     def example(self) -> Any:
-        return [0] * self.model.columns
+        return [0] * self.model.columns if self.model.encoding is None else self.model.encoding.example
 
 
 def open_gbdt(path: Path) -> GbdtPredictor:

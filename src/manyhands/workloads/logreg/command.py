@@ -11,12 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 from manyhands.errors import UserError, num_of
 from manyhands.strategy import Strategy
-from manyhands.workloads.compiled_workload import ComparedTask, CompiledWorkload, TrainEnd, WorkerOptions
+from manyhands.workloads.compiled_workload import (
+    ComparedTask,
+    CompiledWorkload,
+    TableOptions,
+    TrainEnd,
+    WorkerOptions,
+    target_option,
+)
 from manyhands.workloads.logreg.options import LogregOptions
 from manyhands.workloads.task_options import memory_option, narrowed, option
 
 if TYPE_CHECKING:
-    from manyhands.data.row_files import Reading
+    from manyhands.data.row_files import Reading, RowFile
     from manyhands.engine.training import Keeping
     from manyhands.observe.draw.bars import Bars
 
@@ -24,14 +31,18 @@ __all__ = ["LOGREG"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Examples(LogregOptions):
-    train: str = option(..., "LIBSVM or Vowpal Wabbit examples, plain or gzip; - is stdin", metavar="FILE")
+class _Examples(TableOptions, LogregOptions):
+    train: str = option(
+        ...,
+        "examples as CSV, LIBSVM or Vowpal Wabbit, plain or gzip, .npy or .parquet; - is stdin",
+        metavar="FILE",
+    )
+    target: str | None = target_option()
     file_format: str = option("auto", "libsvm or vw; auto: chosen by the first line", flag="--format")
     bits: int | None = option(None, "hash features into 2^bits weights", shown="no hashing")
     hash_names: str = option(
         "numbers", "numbers: hash only vw names that are not numbers; all: hash every name", flag="--hash"
     )
-    skip_bad: bool = option(False, "skip invalid lines and count them", flag="--skip-bad")
 
     @property
     def reading(self) -> Reading:
@@ -39,6 +50,12 @@ class _Examples(LogregOptions):
 
         given: dict[str, Any] = {"format": self.file_format, "bits": self.bits, "hash": self.hash_names}
         return Reading(**given, skip_bad=self.skip_bad, threads=len(os.sched_getaffinity(0)))
+
+    @property
+    def examples(self) -> RowFile:
+        from manyhands.workloads.logreg.example_tables import open_examples
+
+        return open_examples(self.train, self.reading, self.table_reading(label=self.target))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,24 +82,25 @@ class _CompareLogreg(_Examples):
 @contextmanager
 def _compared(asked: _CompareLogreg, _out: Path) -> Iterator[ComparedTask]:
     # Imported here, as below, so that help texts do not wait for torch and compiled code.
-    from manyhands.data.row_files import RowFile
     from manyhands.observe.draw.bars import Bars
     from manyhands.workloads.logreg.examples import Examples, Spool, parse_examples
     from manyhands.workloads.logreg.task import LogregTask
 
     with Spool() as spool:
         with Bars() as bars, bars.phase("reading", None, "bytes") as phase:
-            parsed = parse_examples(Examples(RowFile(asked.train, asked.reading)), 0, spool, phase.advance)
+            parsed = parse_examples(Examples(asked.examples), 0, spool, phase.advance)
         yield ComparedTask(task=LogregTask.of(parsed, narrowed(LogregOptions, asked)))
 
 
 def _train(asked: _TrainLogreg, keep: Keeping, bars: Bars) -> TrainEnd:
+    import numpy as np
+
     from manyhands.workloads.logreg.model import MODEL_FILE
     from manyhands.workloads.logreg.training import train_logreg
 
-    how: dict[str, Any] = {"strategy": asked.strategy, "workers": asked.workers, "reading": asked.reading}
+    how: dict[str, Any] = {"strategy": asked.strategy, "workers": asked.workers}
     options = narrowed(LogregOptions, asked)
-    result = train_logreg(asked.train, options, **how, memory_bytes=asked.memory, bars=bars, keep=keep)
+    result = train_logreg(asked.examples, options, **how, memory_bytes=asked.memory, bars=bars, keep=keep)
     model, file = result.model, keep.out / MODEL_FILE
     model.save(file)
     measured: dict[str, Any] = dict.fromkeys(("accuracy", "auc", "log_loss"))
@@ -91,7 +109,7 @@ def _train(asked: _TrainLogreg, keep: Keeping, bars: Bars) -> TrainEnd:
         tested = model.file(asked.test, asked.reading)
         with bars.phase("testing", None, "examples") as phase:
             found = model.evaluate(tested, phase.advance)
-        quality = found.quality("test examples", (model.labels.no, model.labels.yes))
+        quality = found.quality("test examples", model.labels)
         measured = {**found.figures, "quality": quality}
         tested_examples, bad_lines = found.examples, tested.bad_lines
     summary = {
@@ -103,9 +121,9 @@ def _train(asked: _TrainLogreg, keep: Keeping, bars: Bars) -> TrainEnd:
         "l2": asked.l2,
         "passes": passes,
         "bits": model.bits,
-        "features": int(model.weight.size),
-        "features_used": int((model.weight != 0).sum()),
-        "labels": [model.labels.no, model.labels.yes],
+        "features": model.weight.shape[-1],
+        "features_used": int((np.atleast_2d(model.weight) != 0).any(axis=0).sum()),
+        "labels": list(model.labels),
         "strategy": str(Strategy.parse(asked.strategy)),
         "workers": asked.workers,
         "test_bad_lines": bad_lines,
@@ -127,16 +145,19 @@ def _train(asked: _TrainLogreg, keep: Keeping, bars: Bars) -> TrainEnd:
 
 
 def _shown(summary: dict[str, Any]) -> list[str]:
+    several = f"{len(summary['labels'])} labels · " if len(summary["labels"]) > 2 else ""
     lines = [
         f"logreg · {summary['learner']} · {summary['strategy']} · {num_of(summary['workers'], 'worker')} · "
-        f"{summary['examples']:,} examples · {summary['features_used']:,} of {summary['features']:,} features · "
+        f"{summary['examples']:,} examples · {several}"
+        f"{summary['features_used']:,} of {summary['features']:,} features · "
         f"{summary['passes']} passes in {summary['seconds']:.1f} s · {summary['examples_per_s']:,.0f} examples/s",
         f"progressive log loss  {'  '.join(f'{loss:.4f}' for loss in summary['progressive_loss'])}",
     ]
     if summary["test_examples"]:
-        area = "-" if summary["auc"] is None else f"{summary['auc']:.4f}"
+        area = f"auc {'-' if summary['auc'] is None else format(summary['auc'], '.4f')}  "
         lines.append(
-            f"test  accuracy {summary['accuracy']:.4f}  auc {area}  log loss {summary['log_loss']:.4f}  "
+            f"test  accuracy {summary['accuracy']:.4f}  {area * (len(summary['labels']) == 2)}"
+            f"log loss {summary['log_loss']:.4f}  "
             f"of {summary['test_examples']:,} examples"
         )
     return [*lines, f"model  {summary['model']}"]
@@ -144,7 +165,7 @@ def _shown(summary: dict[str, Any]) -> list[str]:
 
 LOGREG = CompiledWorkload(
     name="logreg",
-    help="Train a sparse logistic regression: two labels, any number of features.",
+    help="Train a sparse logistic regression: two labels or several, any number of features.",
     options_type=_TrainLogreg,
     train=_train,
     files=("model.safetensors",),

@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -22,15 +23,16 @@ from numpy.typing import NDArray
 from manyhands.data.row_files import RowFile, Rows
 from manyhands.errors import DataError
 from manyhands.workloads.array_files import disk_errors, mapped_arrays
-from manyhands.workloads.logreg.labels import Labels, labels_of
+from manyhands.workloads.logreg.labels import MOST_CLASSES, Labels, labels_of
 
 __all__ = ["Examples", "Labelled", "Parsed", "ParsedBlocks", "Spool", "SpooledRows", "parse_examples"]
 
 _SCALE_ROWS = 1000
+_TARGETS = 1 << 20  # labels that become targets at a time
 
 
 class Labelled(NamedTuple):
-    """Rows and what they are to be learned as: 0 for no, 1 for yes."""
+    """Rows and what they are to be learned as: 0 for no, 1 for yes; of several classes their numbers."""
 
     rows: Rows
     targets: NDArray[np.float32]
@@ -43,29 +45,33 @@ def _scale_of(rows: Rows) -> float:
 
 
 class Examples:
-    """Examples of `file`, gone through once.
-
-    The labels are found on the way: blocks are held back only as long as they have label 1 alone, which is yes beside
-    0 or -1 and no beside 2.
-    """
+    """Examples of `file`, gone through once; then it is known which labels they have."""
 
     def __init__(self, file: RowFile) -> None:
         self.file = file
-        self.labels: Labels | None = None
+        self._seen: NDArray[Any] = np.zeros(0)
 
-    def blocks(self, on_bytes: Callable[[int], None] | None = None) -> Iterator[Labelled]:
-        held, name = list[Rows](), self.file.name
+    def blocks(self, on_bytes: Callable[[int], None] | None = None) -> Iterator[Rows]:
+        first, name = 0, self.file.name
         for rows in self.file.blocks(on_bytes):
-            held.append(rows)
-            if self.labels is None:
-                seen = {value for block in held for value in np.unique(block.labels).tolist()}
-                self.labels = labels_of(seen, name)
-            if self.labels is not None:
-                for block in held:
-                    yield Labelled(block, self.labels.targets(block.labels, name))
-                held.clear()
-        if self.labels is None:
-            raise DataError(f"all examples of {name} have label 1; a logistic regression needs two labels")
+            missing = np.isnan(rows.labels)
+            if missing.any():
+                raise DataError(
+                    f"{name}: row {first + int(missing.argmax()) + 1} has no label; each needs one"
+                )
+            self._seen = np.union1d(self._seen, rows.labels)
+            if len(self._seen) > MOST_CLASSES:
+                break  # which `labels` says
+            first += len(rows)
+            yield rows
+
+    @cached_property
+    def labels(self) -> Labels:
+        """DataError where there are too few or too many."""
+        return labels_of(self._seen, self.file.name, self.file.label_names)
+
+    def targets(self, labels: NDArray[Any]) -> NDArray[np.float32]:
+        return self.labels.targets(labels, self.file.name, names=self.file.label_names)
 
 
 Piece = tuple[Any, NDArray[np.float32], tuple[int, int], int]
@@ -80,6 +86,7 @@ class Parsed(ABC):
     entries: int  # features of all examples
     size: int  # one more than the largest feature
     scale: float  # the root of the mean square of the first values
+    outputs: int  # weights of a feature: one, or one for each of several classes
 
     @abstractmethod
     def opened(self) -> Pieces:
@@ -89,8 +96,8 @@ class Parsed(ABC):
 class ParsedBlocks(Parsed):
     """Examples in the memory of this process."""
 
-    def __init__(self, blocks: Sequence[Labelled]) -> None:
-        self.blocks = blocks
+    def __init__(self, blocks: Sequence[Labelled], outputs: int = 1) -> None:
+        self.blocks, self.outputs = blocks, outputs
         self.ends = list(accumulate(len(block.rows) for block in blocks))
         self.examples = self.ends[-1]
         self.entries = sum(len(block.rows.indices) for block in blocks)
@@ -123,6 +130,7 @@ class SpooledRows(Parsed):
     entries: int
     size: int
     scale: float
+    outputs: int = 1
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """By name: starts, indices, values, weights and targets. What is written to them is lost."""
@@ -150,9 +158,8 @@ class Spool(ExitStack):
         self._scale = 1.0
         self._files: dict[str, BinaryIO] = {}
 
-    def add(self, block: Labelled) -> None:
+    def add(self, rows: Rows) -> None:
         """Append examples; ManyhandsError says when the disk is full."""
-        rows = block.rows
         if self.folder is None:
             folder = self.enter_context(tempfile.TemporaryDirectory(prefix="manyhands-logreg-"))
             self.folder, self._scale = Path(folder), _scale_of(rows)
@@ -161,22 +168,28 @@ class Spool(ExitStack):
         starts = rows.starts + self._entries
         parts: list[NDArray[Any]] = [starts[1:] if self._examples else starts, rows.indices, rows.values]
         with disk_errors("parsed examples", self.folder):
-            for name, array in zip(_KINDS, [*parts, rows.weights, block.targets], strict=True):
+            for name, array in zip(_KINDS, [*parts, rows.weights, rows.labels], strict=True):
                 self._files[name].write(array.data)
         self._examples += len(rows)
         self._entries += len(rows.indices)
         self._size = max(self._size, rows.size)
 
-    def finish(self) -> SpooledRows:
+    def finish(self, examples: Examples) -> SpooledRows:
+        """Where labels were written are now targets."""
+        assert self.folder is not None, "examples were added"
         with disk_errors("parsed examples", self.folder):
             for file in self._files.values():
                 file.close()
+            written = np.memmap(self.folder / "targets", np.float32, "r+")
+            for begin in range(0, self._examples, _TARGETS):
+                written[begin : begin + _TARGETS] = examples.targets(written[begin : begin + _TARGETS])
         return SpooledRows(
             folder=str(self.folder),
             examples=self._examples,
             entries=self._entries,
             size=self._size,
             scale=self._scale,
+            outputs=examples.labels.outputs,
         )
 
 
@@ -184,14 +197,18 @@ def parse_examples(
     examples: Examples, memory_bytes: int, spool: Spool, on_bytes: Callable[[int], None] | None = None
 ) -> Parsed:
     """All examples: in memory where they take no more than `memory_bytes`, else in the files of `spool`."""
-    kept: list[Labelled] | None = []
+    kept: list[Rows] | None = []
     kept_bytes = 0
     for block in examples.blocks(on_bytes):
-        kept_bytes += block.rows.nbytes + block.targets.nbytes
+        kept_bytes += block.nbytes + block.labels.nbytes
         if kept is not None and kept_bytes <= memory_bytes:
             kept.append(block)
             continue
         for one in (*(kept or ()), block):
             spool.add(one)
         kept = None
-    return ParsedBlocks(kept) if kept is not None else spool.finish()
+    if kept is None:
+        return spool.finish(examples)
+    return ParsedBlocks(
+        [Labelled(rows, examples.targets(rows.labels)) for rows in kept], examples.labels.outputs
+    )

@@ -18,7 +18,20 @@ from manyhands.native.decorators import helper, inlined, njit
 from manyhands.native.group.gate import FREE, CompiledGate, enter, leave
 from manyhands.native.waiting import REACHED
 
-__all__ = ["ADAGRAD", "BETA", "FTRL", "LOSS", "RULES", "SGD", "WEIGHT", "WIDTHS", "margins", "train", "warm"]
+__all__ = [
+    "ADAGRAD",
+    "BETA",
+    "FTRL",
+    "LOSS",
+    "RULES",
+    "SGD",
+    "WEIGHT",
+    "WIDTHS",
+    "margins",
+    "train",
+    "train_classes",
+    "warm",
+]
 
 SGD, ADAGRAD, FTRL = 0, 1, 2
 RULES = {"sgd": SGD, "adagrad": ADAGRAD, "ftrl": FTRL}
@@ -38,6 +51,11 @@ _MATH = {"reassoc", "contract", "nsz", "arcp"}  # NaN stays NaN, so that a run t
 def _place(index: int, width: int) -> Any:
     """Where the row of a feature begins; unsigned, as a signed index would be tested for its sign."""
     return (uint64(index) + uint64(1)) * uint64(width)
+
+
+@inlined()
+def _width(rule: int) -> int:
+    return 1 if rule == SGD else 2 if rule == ADAGRAD else 4
 
 
 @helper(error_model="numpy", fastmath=_MATH)
@@ -107,6 +125,83 @@ def _step(rule: int, table: Any, indices: Any, values: Any, slope: Any, rate: An
             _ftrl_row(table, _place(indices[j], 4), slope * values[j], rate, l1, l2, beta)
 
 
+@inlined(error_model="numpy", fastmath=_MATH)
+def _move(rule: int, table: Any, at: Any, gradient: Any, rate: Any, l1: Any, l2: Any, beta: Any) -> None:
+    if rule == SGD:
+        _sgd_row(table, at, gradient, rate, l1, l2, beta - beta)
+    elif rule == ADAGRAD:
+        _adagrad_row(table, at, gradient, rate, l1, l2, beta)
+    else:
+        _ftrl_row(table, at, gradient, rate, l1, l2, beta)
+
+
+@helper(error_model="numpy", fastmath=_MATH)
+def _step_classes(
+    rule: int, table: Any, indices: Any, values: Any, slopes: Any, rate: Any, settings: Any
+) -> None:
+    """`_step` where the loss has a derivative in the margin of each class."""
+    l1, l2, beta = settings[1], settings[2], settings[3]
+    zero, width, classes = beta - beta, _width(rule), slopes.size
+    if settings[4] != zero:
+        for k in range(classes):
+            _move(rule, table, uint64(k * width), slopes[k], rate, zero, zero, beta)
+    for j in range(indices.size):
+        at = _place(indices[j], classes * width)
+        for k in range(classes):
+            _move(rule, table, at + uint64(k * width), slopes[k] * values[j], rate, l1, l2, beta)
+
+
+@helper(error_model="numpy", fastmath=_MATH)
+def _softmax(table: Any, width: int, indices: Any, values: Any, target: int, slopes: Any) -> Any:
+    """The loss of one example, whose label is `target`; its derivatives in the margins of all classes are `slopes`."""
+    for k in range(slopes.size):
+        slopes[k] = table[k * width]
+    for j in range(indices.size):
+        at = _place(indices[j], slopes.size * width)
+        for k in range(slopes.size):
+            slopes[k] += table[at + uint64(k * width)] * values[j]
+    most, own = slopes.max(), slopes[target]
+    total = most - most
+    for k in range(slopes.size):
+        slopes[k] = np.exp(slopes[k] - most)
+        total += slopes[k]
+    for k in range(slopes.size):
+        slopes[k] /= total
+    slopes[target] -= total / total
+    return np.log(np.float64(total)) + (most - own)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def train_classes(
+    table: Any, rows: Any, targets: Any, span: Any, rule: int, settings: Any, gate: Any, seen: int, sums: Any
+) -> int:
+    """`train` for several classes (softmax): a row of `table` has the numbers of one after the other."""
+    starts, indices, values, weights = rows
+    width, flat = _width(rule), table.reshape(table.size)
+    slopes, one = np.empty(table.shape[1] // width, table.dtype), settings[0] / settings[0]
+    number = np.int64(0)
+    for row in range(span[0], span[1]):
+        mine, given = indices[starts[row] : starts[row + 1]], values[starts[row] : starts[row + 1]]
+        if gate[0] != FREE:
+            number, status = enter(gate, seen + row)
+            if status != REACHED:
+                return status  # type: ignore[no-any-return]
+        loss = _softmax(flat, width, mine, given, np.int64(targets[row]), slopes)
+        if weights[row] != 1:
+            for k in range(slopes.size):
+                slopes[k] *= weights[row]
+        rate = settings[0]
+        if rule == SGD:
+            rate /= np.sqrt(one * np.float32(seen + row + 1))
+        _step_classes(rule, flat, mine, given, slopes, rate, settings)
+        if gate[0] != FREE:
+            leave(gate, number)
+        sums[LOSS] += weights[row] * loss
+        sums[WEIGHT] += weights[row]
+    fence()
+    return REACHED
+
+
 @njit(cache=True, nogil=True, error_model="numpy")
 def train(
     table: Any, rows: Any, targets: Any, span: Any, rule: int, settings: Any, gate: Any, seen: int, sums: Any
@@ -119,7 +214,7 @@ def train(
     ended that others did not let end well.
     """
     starts, indices, values, weights = rows
-    width = 1 if rule == SGD else 2 if rule == ADAGRAD else 4
+    width = _width(rule)
     one = settings[0] / settings[0]
     loss, total, product, factors = 0.0, 0.0, 1.0, 0
     number = np.int64(0)
@@ -162,6 +257,7 @@ def warm(dtype: str = "float32") -> None:
     rows = np.zeros(1, np.int64), np.zeros(0, np.int32), empty, empty
     settings = np.ones(5, dtype)
     train(table, rows, empty, (0, 0), SGD, settings, tuple(CompiledGate()), 0, sums)
+    train_classes(table.reshape(1, 4), rows, empty, (0, 0), SGD, settings, tuple(CompiledGate()), 0, sums)
     margins(table, rows, sums[:0])
 
 

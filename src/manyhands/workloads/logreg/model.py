@@ -1,7 +1,8 @@
 """A trained logistic regression: its weights, how its features are found, and its file.
 
-The file is safetensors: `weight`, one number for each feature, and `bias`, in single precision or, exported, in fewer
-bits; the header says how a file of examples must be read for it (bits, hash) and what its labels are. It holds no code.
+The file is safetensors: `weight`, one number for each feature (of several classes a row for each), and `bias`, in
+single precision or, exported, in fewer bits; the header says how a file of examples must be read for it (bits, hash)
+and what its labels are. It holds no code.
 """
 
 from __future__ import annotations
@@ -20,13 +21,23 @@ from torch import Tensor
 from manyhands.data.row_files import FORMATS, Reading, RowFile, Rows, RowText
 from manyhands.data.store.atomic import write_atomically
 from manyhands.data.store.tensorfile import check_precision, encode_tensors, narrow, widen
+from manyhands.data.table_encoding import TableEncoding
+from manyhands.data.table_files import TableReading
 from manyhands.errors import DataError, UserError
 from manyhands.workloads.exporting import Export, ExportAsked, read_model_file
 from manyhands.workloads.logreg import logreg_kernels
-from manyhands.workloads.logreg.labels import PAIRS, Labels, Metrics, measure
-from manyhands.workloads.predictor import Predictor, ReadAs
+from manyhands.workloads.logreg.example_tables import ExampleTable, open_examples
+from manyhands.workloads.logreg.labels import Labels, Metrics, measure, softmax
+from manyhands.workloads.predictor import Predictor, ReadAs, encoded_inputs, table_of
 
-__all__ = ["MODEL_FILE", "LogregModel", "LogregPredictor", "export_logreg", "open_logreg"]
+__all__ = [
+    "MODEL_FILE",
+    "LogregModel",
+    "LogregPredictor",
+    "TableRowPredictor",
+    "export_logreg",
+    "open_logreg",
+]
 
 MODEL_FILE = "model.safetensors"
 _FORMAT = "manyhands.logreg.1"
@@ -34,38 +45,50 @@ _FORMAT = "manyhands.logreg.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LogregModel:
-    """`table` is the bias and then the weight of every feature."""
+    """`table` is the bias and then the weight of every feature; of several classes, a row for each."""
 
     table: NDArray[np.float32]
     labels: Labels
     bits: int | None = None
     hash: str = "numbers"
+    encoding: TableEncoding | None = None  # of a table: how its columns become features
 
     @property
     def weight(self) -> NDArray[np.float32]:
-        return self.table[1:]
+        return self.table[..., 1:]
 
     @property
-    def bias(self) -> float:
-        return float(self.table[0])
+    def bias(self) -> Any:
+        """A number, or one for each of several classes."""
+        return self.table[..., 0]
 
     def margins(self, rows: Rows) -> NDArray[np.float64]:
-        out = np.empty(len(rows))
-        logreg_kernels.margins(self.table, (rows.starts, rows.indices, rows.values, rows.weights), out)
-        return out
+        """Of each row one number, or one for each of several classes."""
+        tables, given = np.atleast_2d(self.table), (rows.starts, rows.indices, rows.values, rows.weights)
+        out = np.empty((len(tables), len(rows)))
+        for table, own in zip(tables, out, strict=True):
+            logreg_kernels.margins(table, given, own)
+        return out[0] if self.table.ndim == 1 else np.ascontiguousarray(out.T)
 
     def probabilities(self, rows: Rows) -> NDArray[np.float64]:
-        """The chance that a row's label is yes (the larger of the two labels)."""
-        return np.exp(-np.logaddexp(0.0, -self.margins(rows)))
+        """The chance that a row's label is yes (the larger of the two labels); of several, that of each in a column."""
+        margins = self.margins(rows)
+        return softmax(margins) if margins.ndim == 2 else np.exp(-np.logaddexp(0.0, -margins))
 
-    def file(self, path: Path | str, reading: Reading | None = None) -> RowFile:
-        return RowFile(path, replace(reading or Reading(), bits=self.bits, hash=self.hash))
+    def file(self, data: Any, reading: Reading | None = None, *, labelled: bool = True) -> RowFile:
+        """Examples for this model: those of a file, or of a DataFrame where it was trained on a table."""
+        reading = replace(reading or Reading(), bits=self.bits, hash=self.hash)
+        label = self.encoding.label if self.encoding is not None and labelled else None
+        return open_examples(data, reading, TableReading(label=label, labelled=labelled), self.encoding)
 
     def evaluate(self, file: RowFile, on_examples: Callable[[int], None] | None = None) -> Metrics:
         """Predict every example of a file and compare with its label; what is kept is a few numbers for each."""
         found: list[tuple[NDArray[np.float64], NDArray[np.float32], NDArray[np.float32]]] = []
+        first = 0
         for rows in file.blocks():
-            found.append((self.margins(rows), self.labels.targets(rows.labels, file.name), rows.weights))
+            targets = self.labels.targets(rows.labels, file.name, first=first, names=file.label_names)
+            found.append((self.margins(rows), targets, rows.weights))
+            first += len(rows)
             if on_examples is not None:
                 on_examples(len(rows))
         margins, targets, weights = (np.concatenate(parts) for parts in zip(*found, strict=True))
@@ -74,16 +97,18 @@ class LogregModel:
     def save(self, path: Path, precision: str = "fp32") -> None:
         """Write the file, whole or not at all; in fewer bits where wanted, see `data.store.tensorfile`."""
         header = {"labels": str(self.labels), "bits": str(self.bits or ""), "hash": self.hash}
+        if self.encoding is not None:
+            header["columns"] = replace(self.encoding, classes=()).to_json()
         tensors = narrow(self._tensors, precision)
         write_atomically(path, encode_tensors(tensors, {"format": _FORMAT, **header}))
 
     def narrowed(self, precision: str) -> LogregModel:
         read = widen(narrow(self._tensors, precision))
-        return replace(self, table=np.concatenate([read["bias"].numpy(), read["weight"].numpy()]))
+        return replace(self, table=_joined(read["weight"].numpy(), read["bias"].numpy()))
 
     @property
     def _tensors(self) -> dict[str, Tensor]:
-        parts = {"weight": self.weight, "bias": self.table[:1]}
+        parts = {"weight": self.weight, "bias": np.atleast_1d(self.bias)}
         return {name: torch.from_numpy(part.copy()) for name, part in parts.items()}
 
     @staticmethod
@@ -96,33 +121,45 @@ class LogregModel:
 def _from_parts(header: dict[str, str], written: dict[str, Tensor]) -> LogregModel:
     tensors = widen(written)
     weight, bias = tensors["weight"].numpy(), tensors["bias"].numpy()
-    if weight.ndim != 1 or bias.shape != (1,) or {weight.dtype, bias.dtype} != {np.dtype(np.float32)}:
+    labels = Labels.parse(header["labels"])
+    classes = (labels.outputs,) if labels.outputs > 1 else ()
+    is_shaped = weight.ndim == len(classes) + 1 and weight.shape[:-1] == classes
+    if (
+        not is_shaped
+        or bias.shape != (labels.outputs,)
+        or {weight.dtype, bias.dtype} != {np.dtype(np.float32)}
+    ):
         raise ValueError("its weights are not a float32 vector")
     if not (np.isfinite(weight).all() and np.isfinite(bias).all()):
         raise ValueError("its weights are not all finite")
-    no, yes = (float(label) for label in header["labels"].split())
-    if (no, yes) not in PAIRS:
-        raise ValueError(f"its labels are {no:g} and {yes:g}")
     reading = Reading(bits=int(header["bits"]) if header["bits"] else None, hash=header["hash"])
-    if reading.bits is not None and weight.size != 1 << reading.bits:
-        raise ValueError(f"it has {weight.size} weights for {reading.bits} bits")
-    table, labels = np.concatenate([bias, weight]), Labels(no, yes)
-    return LogregModel(table=table, labels=labels, bits=reading.bits, hash=reading.hash)
+    if reading.bits is not None and weight.shape[-1] != 1 << reading.bits:
+        raise ValueError(f"it has {weight.shape[-1]} weights for {reading.bits} bits")
+    table = _joined(weight, bias)
+    encoding = TableEncoding.from_json(header["columns"]) if "columns" in header else None
+    if encoding is not None and encoding.firsts[-1] < weight.shape[-1]:
+        raise ValueError(f"it has {weight.shape[-1]} weights for {encoding.firsts[-1]} features")
+    return LogregModel(table=table, labels=labels, bits=reading.bits, hash=reading.hash, encoding=encoding)
+
+
+def _joined(weight: NDArray[np.float32], bias: NDArray[np.float32]) -> NDArray[np.float32]:
+    return np.concatenate([bias if weight.ndim == 1 else bias[:, None], weight], axis=-1)
 
 
 class LogregPredictor(Predictor[Rows]):
-    """The probability of the larger label."""
+    """The probability of the larger label; of several, that of each."""
 
     takes: ClassVar[str] = "a line in the format of the training examples, LIBSVM or Vowpal Wabbit"
     formats: ClassVar[tuple[str, ...]] = FORMATS
 
     model: LogregModel
 
-    def blocks(self, source: str, read_as: ReadAs) -> Iterator[Rows]:
+    def blocks(self, source: Any, read_as: ReadAs) -> Iterator[Rows]:
         reading = Reading(format=read_as.format, skip_bad=read_as.skip_bad, threads=read_as.threads)
-        file = self.model.file(source, reading)
+        file = self.model.file(source, reading, labelled=False)
         yield from file.blocks()
         self.left_out = file.bad_lines
+        self.new_texts = file.new_texts if isinstance(file, ExampleTable) else 0
 
     def inputs(self, values: Sequence[Any]) -> Rows:
         for number, value in enumerate(values):
@@ -142,22 +179,44 @@ class LogregPredictor(Predictor[Rows]):
         return Rows.join(parts)
 
     def answers(self, inputs: Rows) -> list[Any]:
-        labels = self.model.labels
+        labels, chances = self.model.labels, self.model.probabilities(inputs)
+        if chances.ndim == 2:
+            return list(labels.answers(chances))
         return [
             {"label": labels.yes if chance >= 0.5 else labels.no, "probability": chance}
-            for chance in self.model.probabilities(inputs).tolist()
+            for chance in chances.tolist()
         ]
 
     def lines(self, inputs: Rows) -> Iterator[str]:
-        return (f"{chance:.6g}" for chance in self.model.probabilities(inputs).tolist())
+        """Of several classes the probabilities in their order, between tabs."""
+        chances = self.model.probabilities(inputs).reshape(len(inputs), -1).tolist()
+        return ("\t".join(f"{chance:.6g}" for chance in row) for row in chances)
 
     @property
     def example(self) -> Any:
         return "0 1:1 3:0.5"
 
 
+class TableRowPredictor(LogregPredictor):
+    """The same of a model that was trained on a table: JSON inputs are rows, not lines."""
+
+    takes: ClassVar[str] = "an array of numbers or texts, one for each column; null where one is missing"
+
+    def inputs(self, values: Sequence[Any]) -> Rows:
+        encoding = self.model.encoding
+        assert encoding is not None, "it was trained on a table"
+        table = table_of(encoded_inputs(encoding, values), len(encoding.names), self.takes, missing=True)
+        return encoding.sparse(table, None)
+
+    @property
+    def example(self) -> Any:
+        assert self.model.encoding is not None, "it was trained on a table"
+        return self.model.encoding.example
+
+
 def open_logreg(path: Path) -> LogregPredictor:
-    return LogregPredictor(LogregModel.load(path))
+    model = LogregModel.load(path)
+    return LogregPredictor(model) if model.encoding is None else TableRowPredictor(model)
 
 
 def export_logreg(asked: ExportAsked) -> Export:

@@ -37,7 +37,16 @@ from manyhands.optim import FTRL
 from manyhands.strategy import Strategy
 from manyhands.task import Passes, Task
 from manyhands.workloads.logreg.examples import Parsed, SpooledRows
-from manyhands.workloads.logreg.logreg_kernels import BETA, LOSS, RULES, WEIGHT, WIDTHS, train, warm
+from manyhands.workloads.logreg.logreg_kernels import (
+    BETA,
+    LOSS,
+    RULES,
+    WEIGHT,
+    WIDTHS,
+    train,
+    train_classes,
+    warm,
+)
 from manyhands.workloads.logreg.options import LogregOptions
 
 __all__ = ["Bag", "LogregTask", "check_strategy", "logreg_task", "table_of"]
@@ -81,18 +90,20 @@ class CsrDataset:
 class Bag(nn.Module):
     """A weight per feature and a bias, all 0 at first; a margin is the bias and the weights times the values.
 
-    Where it does not learn a bias, that stays 0.
+    Of several classes, each has its own. Where it does not learn a bias, that stays 0.
     """
 
-    def __init__(self, size: int, learns_bias: bool = True) -> None:
+    def __init__(self, size: int, learns_bias: bool = True, outputs: int = 1) -> None:
         super().__init__()
-        self._learns_bias = learns_bias
-        self.table = nn.Embedding(size, 1, _weight=torch.zeros(size, 1))
-        self.bias = Parameter(torch.zeros(1))
+        self._learns_bias, self._outputs = learns_bias, outputs
+        self.table = nn.Embedding(size, outputs, _weight=torch.zeros(size, outputs))
+        self.bias = Parameter(torch.zeros(outputs))
 
     def forward(self, rows: Tensor, of: Tensor, values: Tensor, examples: int) -> tuple[Tensor, Tensor]:
-        weights = self.table(rows).squeeze(1)
-        bias = self.bias if self._learns_bias else self.bias.detach()
+        weights, bias = self.table(rows), self.bias if self._learns_bias else self.bias.detach()
+        if self._outputs > 1:
+            return bias.expand(examples, -1).index_add(0, of, weights * values[:, None]), weights
+        weights = weights.squeeze(1)
         return bias.expand(examples).index_add(0, of, weights * values), weights
 
 
@@ -108,7 +119,7 @@ def logreg_task(rows: Parsed, options: LogregOptions) -> Task:
     steps = -(-rows.examples // options.batch)
     last = rows.examples - options.batch * (steps - 1)
     return Task(
-        model=partial(Bag, rows.size, options.bias),
+        model=partial(Bag, rows.size, options.bias, rows.outputs),
         loss=partial(_loss, l2=0.0 if options.learner == "ftrl" else options.l2),
         data=CsrDataset(rows),
         optimizer=partial(_optimizer, options=options),
@@ -121,17 +132,25 @@ def logreg_task(rows: Parsed, options: LogregOptions) -> Task:
     )
 
 
-def table_of(values: Mapping[str, Tensor]) -> NDArray[np.float32]:
-    """The bias and then the weight of every feature, of the task's parameters by name."""
-    table: NDArray[np.float32] = torch.cat([values["bias"], values[_TABLE].reshape(-1)]).numpy()
-    return table
+def table_of(values: Mapping[str, Tensor], outputs: int = 1) -> NDArray[np.float32]:
+    """The bias and then the weight of every feature, of the parameters by name; a row for each of several classes."""
+    if "rows" in values:  # of the compiled step, whose numbers of each weight are `outputs`' parts of a row
+        rows = values["rows"]
+        table = rows.reshape(len(rows), outputs, -1)[:, :, 0]
+    else:
+        table = torch.cat([values["bias"][None], values[_TABLE]])
+    found: NDArray[np.float32] = table.T.contiguous().clone().numpy()
+    return found[0] if outputs == 1 else found
 
 
 def _loss(model: nn.Module, batch: Batch, l2: float) -> Tensor:
     """The mean log loss, each example counted with its weight, and the l2 penalty of its features."""
     rows, of, values, targets, counted = batch
     margins, weights = model(rows, of, values, len(targets))
-    losses = F.binary_cross_entropy_with_logits(margins, targets, reduction="none")
+    if margins.dim() == 1:
+        losses = F.binary_cross_entropy_with_logits(margins, targets, reduction="none")
+    else:
+        losses = F.cross_entropy(margins, targets.long(), reduction="none")
     total = (losses * counted).sum() + (l2 / 2 * weights.square().sum() if l2 else 0.0)
     return total / len(targets)
 
@@ -198,7 +217,7 @@ class LogregTask(KernelTask):
 
     @property
     def options(self) -> Mapping[str, Any]:
-        kept = asdict(self.logreg)
+        kept = asdict(self.logreg) | ({"classes": self.parsed.outputs} if self.parsed.outputs > 1 else {})
         return {name: value for name, value in kept.items() if name not in ("passes", "allow_overload")}
 
     @property
@@ -206,18 +225,20 @@ class LogregTask(KernelTask):
         return 8.0 * max(1.0, self.parsed.entries / self.samples)
 
     @property
-    def _shape(self) -> tuple[int, int]:
-        return self.parsed.size + 1, WIDTHS[self.logreg.learner]
+    def table_shape(self) -> tuple[int, int]:
+        return self.parsed.size + 1, WIDTHS[self.logreg.learner] * self.parsed.outputs
 
     def model(self) -> _Memory:
-        return _Memory(np.zeros(math.prod(self._shape), self.dtype), self._shape)
+        return _Memory(np.zeros(math.prod(self.table_shape), self.dtype), self.table_shape)
 
     def shared_model(self, segment: Segment, offset: int) -> _Memory:
-        return _Memory(segment.array(offset, math.prod(self._shape), np.dtype(self.dtype)), self._shape)
+        return _Memory(
+            segment.array(offset, math.prod(self.table_shape), np.dtype(self.dtype)), self.table_shape
+        )
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self._shape) * np.dtype(self.dtype).itemsize
+        return math.prod(self.table_shape) * np.dtype(self.dtype).itemsize
 
     def step(self, model: nn.Module, gate: CompiledGate) -> KernelStep:
         assert isinstance(model, _Memory), "a model of this task"
@@ -238,7 +259,11 @@ class LogregTask(KernelTask):
 class _ExampleStep(KernelStep):
     def __init__(self, task: LogregTask, model: _Memory, gate: CompiledGate) -> None:
         super().__init__(model)
-        self._table, self._gate, self._samples = model.table, gate, task.samples
+        several = task.parsed.outputs > 1
+        self._train, self._table = (
+            (train_classes, model.table.reshape(task.table_shape)) if several else (train, model.table)
+        )
+        self._gate, self._samples = gate, task.samples
         self._pieces, options = task.parsed.opened(), task.logreg
         settings = np.array([options.rate, options.l1, options.l2, BETA, float(options.bias)], task.dtype)
         self._rule = RULES[options.learner], settings, tuple(gate)
@@ -250,7 +275,7 @@ class _ExampleStep(KernelStep):
         sums = np.zeros(2)
         for rows, targets, span, before in self._pieces(portion.begin, portion.end):
             seen = portion.passed * self._samples + before
-            status = train(self._table, rows, targets, span, *self._rule, seen, sums)
+            status = self._train(self._table, rows, targets, span, *self._rule, seen, sums)
             require_admitted(status, self._gate)
         count = portion.end - portion.begin
         return Taken(loss=float(sums[LOSS]), weight=float(sums[WEIGHT]), samples=count)
@@ -262,4 +287,6 @@ def check_strategy(strategy: Strategy, workers: int) -> None:
     if strategy.most_workers is not None and workers > strategy.most_workers:
         raise UserError(f"workers={workers}: {strategy.word} is one process; use strategy=hogwild for more")
     if strategy.split is Split.DIMENSIONS:
-        raise UserError(f"strategy {strategy} splits vectors, but a feature has 1 weight; use hogwild or ps")
+        raise UserError(
+            f"strategy {strategy} splits vectors, but a feature has a weight per class; use hogwild or ps"
+        )

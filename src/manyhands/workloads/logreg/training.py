@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 from manyhands.data.row_files import Reading, RowFile
 from manyhands.engine.training import Keeping
@@ -24,6 +24,7 @@ from manyhands.places.local.host import Amount, MemoryCost, of_processes
 from manyhands.places.local.host import check_capacity as check_host_capacity
 from manyhands.strategy import Strategy
 from manyhands.workloads.compiled_training import AfterPass, CompiledResult, train_compiled
+from manyhands.workloads.logreg.example_tables import ExampleTable, open_examples
 from manyhands.workloads.logreg.examples import Examples, Spool, parse_examples
 from manyhands.workloads.logreg.logreg_kernels import WIDTHS
 from manyhands.workloads.logreg.model import LogregModel
@@ -46,7 +47,7 @@ class LogregResult(CompiledResult):
 
 
 def train_logreg(
-    path: Path | str,
+    data: Any,
     options: LogregOptions | None = None,
     *,
     strategy: str | Strategy = "single",
@@ -57,11 +58,11 @@ def train_logreg(
     after_pass: AfterPass | None = None,
     keep: Keeping | None = None,
 ) -> LogregResult:
-    """Learn from the examples of a file, plain or gzip, LIBSVM or Vowpal Wabbit; `-` is stdin.
+    """Learn from the examples of a file (LIBSVM, Vowpal Wabbit, CSV, Parquet, npy), `-` is stdin, or of a DataFrame.
 
-    Parsed examples are kept in memory where they take no more than `memory_bytes` and threads learn, else in temporary
-    files. With `keep`, the run has a directory, as `train_compiled` says. UserError for what makes no sense and for
-    files that are wrong.
+    Or of what `open_examples` opened, which may say what of a table is read. Parsed examples are kept in memory where
+    they take no more than `memory_bytes` and threads learn, else in temporary files. With `keep`, the run has a
+    directory, as `train_compiled` says. UserError for what makes no sense and for files that are wrong.
     """
     options, chosen = options or LogregOptions(), Strategy.parse(strategy)
     if memory_bytes < 0:
@@ -69,11 +70,11 @@ def train_logreg(
     here = _learns_in_threads(chosen, workers, allow_overload=options.allow_overload)
     prepare("logreg")
     bars, began = bars or Bars(), time.monotonic() - spent_s()
-    examples = Examples(RowFile(path, reading))
+    examples = Examples(data if isinstance(data, RowFile) else open_examples(data, reading))
     with Spool() as spool:
         with bars.phase("reading", None, "bytes") as phase:
             parsed = parse_examples(examples, memory_bytes if here else 0, spool, phase.advance)
-        check_capacity(parsed.size, row_bytes(chosen, options.learner, workers))
+        check_capacity(parsed.size, row_bytes(chosen, options.learner, workers) * parsed.outputs)
         problem = LogregTask.of(parsed, options)
         task = problem.for_strategy(chosen, workers)
         assert task.passes is not None, "both kinds have them"
@@ -90,15 +91,15 @@ def train_logreg(
             after_pass=after_pass,
         )
     values, seconds, losses = trained.values, time.monotonic() - spent_s() - began, trained.pass_losses
-    table = values["rows"][:, 0].clone().numpy() if task.compiled else table_of(values)
-    reading, labels = examples.file.reading, examples.labels
-    assert labels is not None, "examples were seen"
+    file, labels, weights = examples.file, examples.labels, table_of(values, parsed.outputs)
+    bits, hashed = file.reading.bits, file.reading.hash
+    encoding = file.encoding if isinstance(file, ExampleTable) else None
     return LogregResult(
-        model=LogregModel(table=table, labels=labels, bits=reading.bits, hash=reading.hash),
+        model=LogregModel(table=weights, labels=labels, bits=bits, hash=hashed, encoding=encoding),
         rate=problem.logreg.rate or 0.0,
         progressive_loss=losses,
         examples=parsed.examples,
-        bad_lines=examples.file.bad_lines,
+        bad_lines=file.bad_lines,
         examples_per_s=parsed.examples * len(losses) / seconds,
         seconds=seconds,
         interrupted=not trained.summary,

@@ -15,6 +15,7 @@ from manyhands.workloads.svd.options import SvdOptions
 from manyhands.workloads.task_options import narrowed, option
 
 if TYPE_CHECKING:
+    from manyhands.data.matrix_files import MatrixFile
     from manyhands.engine.training import Keeping
     from manyhands.observe.draw.bars import Bars
 
@@ -24,13 +25,19 @@ _SHOWN = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Matrix(SvdOptions):
+class _Matrix(seam.TableOptions, SvdOptions):
     path: Path | None = option(
         None,
-        "matrix as LIBSVM (plain or gzip), npy or Parquet",
+        "matrix as CSV or LIBSVM (plain or gzip), npy or Parquet",
         metavar="FILE",
         shown="scikit-learn's digits",
     )
+
+    @property
+    def rows(self) -> MatrixFile | None:
+        from manyhands.workloads.svd.model import opened_rows
+
+        return None if self.path is None else opened_rows(self.path, self.table_reading())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +59,7 @@ def _compared(asked: _CompareSvd, _out: Path) -> Iterator[seam.ComparedTask]:
     from manyhands.workloads.svd.training import stored
 
     options = narrowed(SvdOptions, asked)
-    with Bars() as bars, stored(asked.path, options, bars) as matrix:
+    with Bars() as bars, stored(asked.rows, options, bars) as matrix:
         yield seam.ComparedTask(task=SvdTask(matrix=matrix, svd=options, workers=asked.workers))
 
 
@@ -61,7 +68,7 @@ def _train(asked: _TrainSvd, keep: Keeping, bars: Bars) -> TrainEnd:
     from manyhands.workloads.svd.training import train_svd
 
     how: dict[str, Any] = {"strategy": asked.strategy, "workers": asked.workers}
-    result = train_svd(asked.path, narrowed(SvdOptions, asked), bars=bars, keep=keep, **how)
+    result = train_svd(asked.rows, narrowed(SvdOptions, asked), bars=bars, keep=keep, **how)
     model, file = result.model, keep.out / SVD_FILE
     model.save(file)
     summary = {
@@ -83,7 +90,10 @@ def _train(asked: _TrainSvd, keep: Keeping, bars: Bars) -> TrainEnd:
     return TrainEnd(
         summary=summary,
         shown=_shown(summary, passes),
-        notes=[] if model.converged or result.interrupted else [_not_exact(summary, passes, asked)],
+        notes=[
+            *([f"{num_of(result.bad_rows, 'bad row')} of {asked.path} left out"] if result.bad_rows else []),
+            *([] if model.converged or result.interrupted else [_not_exact(summary, passes, asked)]),
+        ],
         interrupted=f"the result is from {passes}" * result.interrupted,
         next={"rows projected on the components": predict, "the page of the run": ("show", keep.out)},
     )

@@ -7,7 +7,7 @@ The file is safetensors: `singular_values`, `components` (one a row), `mean` whe
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,17 +15,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manyhands.data.matrix_files import MatrixBlock, MatrixFile, open_matrix
+from manyhands.data.matrix_files import MatrixBlock, MatrixFile
 from manyhands.data.store.atomic import write_atomically
 from manyhands.data.store.tensorfile import encode_tensors
+from manyhands.data.table_encoding import TableEncoding
+from manyhands.data.table_files import (
+    SparseTable,
+    TableMatrix,
+    TableReading,
+    file_kind,
+    is_frame,
+    open_matrix,
+    open_table,
+)
 from manyhands.errors import DataError, UserError
 from manyhands.workloads.exporting import Export, ExportAsked, read_model_file
-from manyhands.workloads.predictor import Predictor, ReadAs, table_of
+from manyhands.workloads.predictor import Predictor, ReadAs, encoded_inputs, table_of
 from manyhands.workloads.svd.krylov import DONE, Array, KrylovSpace, components_of
 from manyhands.workloads.svd.options import SvdOptions, SvdSizes
 from manyhands.workloads.svd.pass_sums import projections
 
-__all__ = ["SVD_FILE", "SvdModel", "SvdPredictor", "export_svd", "open_svd"]
+__all__ = ["SVD_FILE", "SvdModel", "SvdPredictor", "export_svd", "open_svd", "opened_rows"]
 
 SVD_FILE = "svd.safetensors"
 _FORMAT = "manyhands.svd.1"
@@ -43,6 +53,7 @@ class SvdModel:
     error: float = 0.0  # an estimate of the largest relative error of a singular value
     passes: int = 0  # over the matrix, that it took
     converged: bool = True  # whether the tolerance was reached
+    encoding: TableEncoding | None = None  # of a table: how its columns become those of the matrix
 
     @classmethod
     def of(cls, space: KrylovSpace, sizes: SvdSizes, options: SvdOptions) -> SvdModel:
@@ -87,6 +98,8 @@ class SvdModel:
     def save(self, path: Path) -> None:
         names = ("rows", "energy", "error", "passes", "converged")
         header = {"format": _FORMAT, **{name: str(getattr(self, name)) for name in names}}
+        if self.encoding is not None:
+            header["columns"] = self.encoding.to_json()
         parts = {"singular_values": self.singular_values, "components": self.components}
         if self.mean is not None:
             parts |= {
@@ -111,6 +124,9 @@ def _from_parts(header: dict[str, str], written: dict[str, Tensor]) -> SvdModel:
         raise ValueError("its components must have one row per singular value")
     if mean is not None and mean.shape != components.shape[1:]:
         raise ValueError("its mean and its components differ in length")
+    encoding = TableEncoding.from_json(header["columns"]) if "columns" in header else None
+    if encoding is not None and encoding.firsts[-1] != components.shape[1]:
+        raise ValueError("its columns and its components differ in number")
     for part in (values, components, *([] if mean is None else [mean])):
         if part.dtype != np.float64 or not np.isfinite(part).all():
             raise ValueError("its numbers must be finite and in double precision")
@@ -123,7 +139,23 @@ def _from_parts(header: dict[str, str], written: dict[str, Tensor]) -> SvdModel:
         error=float(header["error"]),
         passes=int(header["passes"]),
         converged=header["converged"] == "True",
+        encoding=encoding,
     )
+
+
+def opened_rows(
+    data: Any, table: TableReading | None = None, encoding: TableEncoding | None = None
+) -> MatrixFile:
+    """The rows of a file or a DataFrame; of a table, every category is a column, and no value may be missing.
+
+    Where a model has an `encoding`, a table is read as that has it.
+    """
+    reading = replace(table or TableReading(), labelled=False, complete=True)
+    if encoding is None or not (is_frame(data) or file_kind(data) in ("csv", "parquet")):
+        file = open_matrix(data, reading=reading)
+    else:
+        file = open_table(data, reading, scanned=False).encoded(encoding, labelled=False)
+    return SparseTable(file) if isinstance(file, TableMatrix) and file.encoding.categories else file
 
 
 class SvdPredictor(Predictor[Array]):
@@ -133,12 +165,19 @@ class SvdPredictor(Predictor[Array]):
 
     model: SvdModel
 
-    def blocks(self, source: str, read_as: ReadAs) -> Iterator[Array]:
-        self.check_read_as(read_as)
-        return self.model.project_file(open_matrix(source))
+    def blocks(self, source: Any, read_as: ReadAs) -> Iterator[Array]:
+        self.check_format(read_as)
+        file = opened_rows(source, TableReading(skip_bad=read_as.skip_bad), self.model.encoding)
+        yield from self.model.project_file(file)
+        self.left_out = file.left_out
 
     def inputs(self, values: Sequence[Any]) -> Array:
-        table = table_of(values, self.model.components.shape[1], self.takes)
+        encoding = self.model.encoding
+        columns = self.model.components.shape[1] if encoding is None else len(encoding.names)
+        table = table_of(encoded_inputs(encoding, values), columns, self.takes)
+        if encoding is not None and encoding.categories:
+            rows = MatrixBlock(begin=0, rows=encoding.sparse(table, None))
+            return self.model.project(rows)
         centred = table if self.model.mean is None else table - self.model.mean
         return centred @ self.model.components.T
 
@@ -153,7 +192,10 @@ class SvdPredictor(Predictor[Array]):
 
     @property
     def example(self) -> Any:
-        return [1] * self.model.components.shape[1]
+        encoding = self.model.encoding
+        if encoding is None:
+            return [1] * self.model.components.shape[1]
+        return encoding.example
 
 
 def open_svd(path: Path) -> SvdPredictor:

@@ -428,7 +428,7 @@ class ElasticTraining(Training):
 
         def hear(note: WorkerNote) -> None:
             rows = first.of(dict(row) for row in note.rows)
-            stage.hear(WorkerNote(rows=tuple(rows), saved=note.saved, notice=note.notice), order)
+            stage.hear(replace(note, rows=tuple(rows)), order)
 
         with ExitStack() as stack:
             rings = [

@@ -91,6 +91,15 @@ class Held:
     reports: bool = True
     """Whether this worker sends it when the whole is assembled: one holder of each part does."""
 
+    def part_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """This worker's part of the optimizer's state of the whole; what has another shape is not cut."""
+        found = dict(state)
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == self.shape and value.dim():
+                part = self.cut.of(value) if self.cut is not None else value
+                found[name] = part.view(self.local.shape).to(self.local.device)
+        return found
+
 
 class HeldModel:
     """What one worker holds; `buffers` are those that it sends, by their names in the whole.
@@ -123,11 +132,8 @@ class HeldModel:
                 optimizer.state.pop(parameter, None)
             group["params"] = [one.local for one in mine]
             for one in mine:
-                for name, value in given.get(one.whole, {}).items():
-                    if isinstance(value, Tensor) and value.shape == one.shape and value.dim():
-                        value = one.cut.of(value) if one.cut is not None else value
-                        value = value.view(one.local.shape).to(one.local.device)
-                    optimizer.state[one.local][name] = value
+                if one.whole in given:
+                    optimizer.state[one.local] = one.part_of(given[one.whole])
 
     def drop_rest(self) -> None:
         """Free the memory of parameters, or of their wholes, that this worker does not compute with."""
@@ -145,6 +151,46 @@ class HeldModel:
         local = {id(one.whole): one.local for one in self.held}
         for parameter in dict.fromkeys(self._outline.parameters.values()):
             yield self._names[id(parameter)], local.get(id(parameter))
+
+    def cut_state(self, state: dict[str, Tensor]) -> None:
+        """Replace the whole tensors of a model's `state_dict()` by this worker's parts, which its model loads."""
+        held = {id(one.whole): one for one in self.held}
+        for name, parameter in self._outline.parameters.items():
+            whole, one = state.get(name), held.get(id(parameter))
+            if whole is None or whole.shape != self._outline.shapes[name]:
+                continue  # the model itself reports it
+            if one is None:
+                state[name] = whole.new_empty(0)
+            elif one.cut is not None:
+                state[name] = one.cut.of(whole)
+        for name, cut in self._buffer_cuts.items():
+            if name in state:
+                state[name] = cut.of(state[name])
+
+    def optimizer_part(self, whole: Mapping[str, Any]) -> dict[str, Any]:
+        """This worker's part of the optimizer's whole `state_dict()`; UserError where that is another optimizer's."""
+        groups, found = self._optimizer.param_groups, [len(one["params"]) for one in whole["param_groups"]]
+        expected = [len(listed) for listed in self._listed]
+        if found != expected:
+            raise UserError(
+                f"the loaded optimizer has parameter groups of {found} parameters, this one of {expected}; load the "
+                "state of the same optimizer"
+            )
+        local, parts = positions(self._optimizer), dict[int, Any]()
+        for one in self.held:
+            state = whole["state"].get(self._position.get(id(one.whole)))
+            if state is not None and id(one.local) in local:
+                parts[local[id(one.local)]] = one.part_of(state)
+        cut = [
+            {**settings, "params": [local[id(one)] for one in group["params"]]}
+            for settings, group in zip(whole["param_groups"], groups, strict=True)
+        ]
+        return {**whole, "state": parts, "param_groups": cut}
+
+    def make_whole(self, state: Mapping[str, Tensor]) -> None:
+        """Give the model's own parameters the values of its whole `state_dict()`."""
+        for name, parameter in self._outline.parameters.items():
+            parameter.data = state[name].to(parameter.device)
 
     def model_state(self, group: LinkGroup, model: nn.Module | None = None) -> dict[str, Tensor] | None:
         """Collective: the whole model's `state_dict()` on the first member, None on the others.

@@ -23,7 +23,16 @@ from manyhands.native.dtypes import SUMMED
 from manyhands.strategies.common.sharding.sliced_optimizer import Piece
 from manyhands.wire.flat_layout import BucketLayout, bucket_of
 
-__all__ = ["Unit", "UnitFlow", "UnitMemory", "UnitVisits", "move_buffers", "require_apart", "units_of"]
+__all__ = [
+    "LentMemory",
+    "Unit",
+    "UnitFlow",
+    "UnitMemory",
+    "UnitVisits",
+    "move_buffers",
+    "require_apart",
+    "units_of",
+]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 REST = "what layers share"
@@ -91,6 +100,13 @@ def _layers(module: nn.Module, prefix: str, total: int) -> Iterator[tuple[str, n
             yield path, child
 
 
+class Spot(NamedTuple):
+    """Where a storage belongs."""
+
+    unit: int
+    row: int  # of its type, among those of the unit
+
+
 class UnitMemory:
     """Where the whole of a unit is while it is used; its parameters are views of that, with or without memory behind.
 
@@ -98,10 +114,9 @@ class UnitMemory:
     """
 
     def __init__(self, unit: Unit, device: torch.device) -> None:
-        self.unit = unit
-        self.flats = [torch.empty(layout.count, dtype=layout.dtype, device=device) for layout in unit.layouts]
-        # By which a tensor that lies here is known
-        self.storages = frozenset(flat.untyped_storage()._cdata for flat in self.flats)
+        self.unit, self._device = unit, device
+        self.flats = self._rows()
+        self._known: dict[int, Spot] = {}
         self.is_here = True
 
     def adopt(self) -> None:
@@ -109,6 +124,11 @@ class UnitMemory:
             for number, items in layout.views(flat):
                 parameter = self.unit.parameters[number]
                 parameter.data = items.view(parameter.shape)
+
+    def list_in(self, known: dict[int, Spot]) -> None:
+        """From here on a tensor that lies here is known by its storage."""
+        self._known = known
+        known.update(self._spots())
 
     def make_room(self) -> None:
         if not self.is_here:
@@ -121,6 +141,41 @@ class UnitMemory:
             for flat in self.flats:
                 flat.untyped_storage().resize_(0)
             self.is_here = False
+
+    def _rows(self) -> list[Tensor]:
+        layouts = self.unit.layouts
+        return [torch.empty(layout.count, dtype=layout.dtype, device=self._device) for layout in layouts]
+
+    def _spots(self) -> dict[int, Spot]:
+        rows = enumerate(self.flats)
+        return {flat.untyped_storage()._cdata: Spot(self.unit.number, row) for row, flat in rows}
+
+
+class LentMemory(UnitMemory):
+    """For code that is not ours: whoever still has a view of a unit that was let go has values of its own.
+
+    A parameter that is not here reads as NaN. Torch would read the memory that `UnitMemory` has given back, and the
+    process would die.
+    """
+
+    def list_in(self, known: dict[int, Spot]) -> None:
+        self._known = known
+        if self.is_here:
+            known.update(self._spots())
+
+    def make_room(self) -> None:
+        if not self.is_here:
+            self.flats, self.is_here = self._rows(), True
+            self._known.update(self._spots())
+            self.adopt()
+
+    def let_go(self) -> None:
+        if self.is_here:
+            for storage in self._spots():
+                self._known.pop(storage, None)
+            self.flats, self.is_here = [flat.new_empty(0) for flat in self.flats], False
+            for parameter in self.unit.parameters:
+                parameter.data = parameter.new_full((), torch.nan).expand(parameter.shape)
 
 
 def piece_ranges(layout: BucketLayout, owners: int, *, whole: bool) -> list[range]:
@@ -268,10 +323,13 @@ class UnitFlow:
 
 
 class _OfUnit(NamedTuple):
-    """What was saved of a unit."""
+    """What was saved of a unit: a view of one of its rows."""
 
-    unit: int
-    tensor: Tensor
+    spot: Spot
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
 
 
 class UnitVisits:
@@ -288,9 +346,12 @@ class UnitVisits:
         carry_out: Callable[[Iterable[Action]], None],
     ) -> None:
         self._flow, self._carry_out = flow, carry_out
-        self._watching = False
+        self.is_watching = False  # whether uses are reported
         self._others: Any = None
-        self._by_storage = {storage: one.unit.number for one in memories for storage in one.storages}
+        self._memories = memories
+        self._known: dict[int, Spot] = {}
+        for memory in memories:
+            memory.list_in(self._known)
         self._hooks: list[Any] = []
         self._plain: list[tuple[nn.Module, dict[str, Any]]] = []
         units = [memory.unit for memory in memories]
@@ -314,7 +375,7 @@ class UnitVisits:
 
         `others` has `pack(tensor)` and `unpack(packed)` for what autograd saves besides units.
         """
-        before, self._watching, self._others = self._watching, True, others
+        before, self.is_watching, self._others = self.is_watching, True, others
         caches = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # or copies of all layers would stay to the end of a forward
         try:
@@ -322,7 +383,7 @@ class UnitVisits:
                 yield
         finally:
             torch.set_autocast_cache_enabled(caches)
-            self._watching, self._others = before, None
+            self.is_watching, self._others = before, None
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -332,25 +393,26 @@ class UnitVisits:
         self._hooks, self._plain = [], []
 
     def _report(self, event: Callable[[int], list[Action]], unit: Unit, *_of_hook: Any) -> None:
-        if self._watching:
+        if self.is_watching:
             self._carry_out(event(unit.number))
 
     def _touch(self, *numbers: int) -> None:
-        for number in numbers if self._watching else ():
+        for number in numbers if self.is_watching else ():
             self._carry_out(self._flow.touch(number))
 
     def _pack(self, tensor: Tensor) -> Any:
         """What autograd saves of a unit is remembered by the unit, whose memory may go in between."""
         has_storage = tensor.layout is torch.strided
-        number = self._by_storage.get(tensor.untyped_storage()._cdata) if has_storage else None
-        if number is not None:
-            return _OfUnit(number, tensor.detach())
+        spot = self._known.get(tensor.untyped_storage()._cdata) if has_storage else None
+        if spot is not None:
+            return _OfUnit(spot, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
         return tensor if self._others is None else self._others.pack(tensor)
 
     def _unpack(self, packed: Any) -> Any:
         if isinstance(packed, _OfUnit):
-            self._carry_out(self._flow.touch(packed.unit))
-            return packed.tensor
+            self._carry_out(self._flow.touch(packed.spot.unit))
+            row = self._memories[packed.spot.unit].flats[packed.spot.row].view(packed.dtype)
+            return row.as_strided(packed.shape, packed.stride, packed.offset)
         return packed if self._others is None else self._others.unpack(packed)
 
 

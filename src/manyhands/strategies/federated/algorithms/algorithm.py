@@ -55,6 +55,8 @@ class FederatedAlgorithm(ABC):
     def __init__(self) -> None:
         self.states: ClientStates = {}
         """What each client keeps between rounds, of the shapes that `kept` gives. A real device has one entry."""
+        self.coming: ClientStates = {}
+        """Likewise of clients that have reported: what each keeps once its report counts."""
         self.facts = FederatedFacts()  # set before the first round
         self.layers = LocalLayers()  # which of the model's tensors stay with each client, and those
 
@@ -64,6 +66,20 @@ class FederatedAlgorithm(ABC):
     def sent(self, weights: Tensors) -> Tensors:
         """Tensors of the shapes and types of those in an update; more than the model's, where `report` adds some."""
         return weights
+
+    def given_besides(self, weights: Tensors) -> Tensors:
+        """What a real device is given with the model, like `weights`, and puts where it belongs by `take_besides`."""
+        del weights
+        return ()
+
+    def take_besides(self, tensors: Tensors) -> None:  # noqa: B027 - most are given nothing
+        """On a device: what the server gave besides the model."""
+
+    def settle(self, client: int, *, counted: bool) -> None:
+        """On a device that has learnt whether its last report counted: keep what it was to keep then, or drop it."""
+        after = self.coming.pop(client, None)
+        if counted and after is not None:
+            self.keep(client, after)
 
     def kept(self, weights: Tensors) -> Tensors:
         """Tensors of the shapes and types of what a client keeps in `states`; none: it keeps nothing."""

@@ -173,13 +173,19 @@ class Scaffold(FederatedAlgorithm):
         self._server: list[Tensor] = []  # c
         self._before: dict[int, Tensors] = {}  # by client that trains: c_i
         self._met: dict[int, list[Tensor]] = {}  # and the sum of its gradients
-        self._coming: dict[int, Tensors] = {}  # by client that has reported: c_i⁺, until c follows
 
     def sent(self, weights: Tensors) -> Tensors:
         return [*weights, *weights[: self.facts.parameters]]
 
     def kept(self, weights: Tensors) -> Tensors:
         return weights[: self.facts.parameters]
+
+    def given_besides(self, weights: Tensors) -> Tensors:
+        self._begin_server(self.kept(weights))
+        return self._server
+
+    def take_besides(self, tensors: Tensors) -> None:
+        self._server = list(tensors)
 
     def begin(self, client: int, weights: Tensors) -> Tensors:
         like = self.kept(weights)
@@ -201,11 +207,11 @@ class Scaffold(FederatedAlgorithm):
         change = super().report(client, start, trained, steps)
         after = [met / steps for met in self._met.pop(client)]
         before = self._before.pop(client)
-        self._coming[client] = after
+        self.coming[client] = after
         return [*change, *(new - old for new, old in zip(after, before, strict=True))]
 
     def refused(self, client: int) -> None:
-        self._coming.pop(client, None)  # its control variate stays, since c does not follow
+        self.coming.pop(client, None)  # its control variate stays, since c does not follow
 
     def mean(self, found: TallySum) -> Tensors:
         """The mean; changes of control variates are averaged over all clients, and those not asked count as zero."""
@@ -218,9 +224,9 @@ class Scaffold(FederatedAlgorithm):
         self._begin_server(self.kept(weights))
         for common, change in zip(self._server, mean[len(weights) :], strict=True):
             common.add_(change)
-        for client, after in self._coming.items():
+        for client, after in self.coming.items():
             self.keep(client, after)
-        self._coming.clear()
+        self.coming.clear()
 
     def _begin_server(self, like: Tensors) -> None:
         if not self._server:

@@ -19,13 +19,15 @@ import torch
 
 from manyhands.data.store.rundir import parameter_shapes
 from manyhands.errors import DataError, ManyhandsError, UserError, printable
-from manyhands.strategies.federated.algorithms import algorithm_named
+from manyhands.strategies.federated.algorithms import FederatedFacts, algorithm_named
 from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate
-from manyhands.strategies.federated.clients import ClientTrainer, held, work_of
+from manyhands.strategies.federated.clients import ClientTrainer, held, held_names, work_of
 from manyhands.strategies.federated.deployed import protocol
 from manyhands.strategies.federated.deployed.device_job import DataSchema, initial_model, read_columns
 from manyhands.strategies.federated.deployed.protocol import MessageRejected, Reply, Unreached, whole_in
 from manyhands.strategies.federated.deployed.run_files import DeviceState, from_hex
+from manyhands.strategies.federated.privacy_noise import RoundNoise, clipped, system_draws
+from manyhands.strategies.federated.private_rounds import CLIENTS
 from manyhands.strategies.federated.secure import primitives as crypto
 from manyhands.strategies.federated.secure.fixedpoint import LOSS_ITEMS, FixedPoint, words_of
 from manyhands.strategies.federated.secure.primitives import ProtocolRefused, public_identity
@@ -43,6 +45,7 @@ _MOST_PLAN_BYTES = 1 << 24
 _MOST_MESSAGE_BYTES = 1 << 24
 _MOST_WORK_BYTES = 1 << 20  # with secure=yes it names all who are asked
 _GONE = 409
+_COMING, _ROUND = "coming/", "round"  # in what a device keeps: of the report that is under way
 _Made = TypeVar("_Made")
 
 
@@ -58,12 +61,9 @@ class DevicePlan:
     config: Mapping[str, Any]
 
     @classmethod
-    def read(cls, sent: Mapping[str, Any], data: Path) -> DevicePlan:
-        name, options, text = sent.get("task"), sent.get("task_options"), sent.get("strategy")
-        built_in = isinstance(name, str) and name in WORKLOADS and WORKLOADS[name].task
-        if not built_in or not isinstance(options, dict) or not isinstance(text, str):
-            why = f"the server trains {name!r}, which this release lacks; install the server's release"
-            raise UserError(why)
+    def read(cls, sent: Mapping[str, Any], data: Path, own: Task | None = None) -> DevicePlan:
+        """`own` is this device's, where the server trains one that is not built in."""
+        name, text = str(sent.get("task")), str(sent.get("strategy"))
         strategy = Strategy.parse(text)
         if not isinstance(strategy, Federated):
             raise UserError(f"the server trains with {text!r}, which is not a federated strategy")
@@ -71,12 +71,13 @@ class DevicePlan:
         if not isinstance(hold_s, int | float) or not 0 < hold_s < protocol.MOST_HOLD_S:
             raise MessageRejected(400, f"hold_s is {hold_s!r:.40}; it must be a number of seconds")
         schema = DataSchema.parse(str(sent.get("schema")))
-        task = _task_over(str(name), options, data, schema)
+        task = _task_over(name, sent.get("task_options"), data, schema, own)
         seed = whole_in(sent, "seed")
         model = initial_model(task, seed)
         form = protocol.TensorForm.of(model)
         if form.as_json != sent.get("model"):
-            why = "the server's model has other tensors than this release's model of the task"
+            here = "this release's" if own is None else "this device's"
+            why = f"the server's model has other tensors than {here} model of the task"
             raise UserError(why)
         config = {
             "task": name,
@@ -92,13 +93,25 @@ class DevicePlan:
         return cls(task=task, strategy=strategy, seed=seed, hold_s=float(hold_s), form=form, config=config)
 
 
-def _task_over(name: str, options: Mapping[str, Any], data: Path, schema: DataSchema) -> Task:
-    """The built-in task with this device's data in the place of its own; no path of the server's is opened."""
+def _task_over(name: str, options: Any, data: Path, schema: DataSchema, own: Task | None) -> Task:
+    """The task with this device's data in the place of its own; no path of the server's is opened."""
+    if not data.exists():
+        raise DataError(f"--data {data}: does not exist")
+    if options is None:
+        if own is None or own.name != name:
+            has = "" if own is None else f", and --task names {own.name!r}"
+            raise UserError(
+                f"the server trains {name!r}, a Task of its own{has}; give this device's module with it: "
+                "--task MODULE:NAME"
+            )
+        return read_columns(data, schema, own)
+    if own is not None:
+        raise UserError(f"the server trains {name!r}, which is built in; leave --task out")
+    if not isinstance(options, dict) or name not in WORKLOADS or not WORKLOADS[name].task:
+        raise UserError(f"the server trains {name!r}, which this release lacks; install the server's release")
     entry = load(WORKLOADS[name].task)
     paths = [option.name for option in entry.options if option.kind is Path]
     chosen = {key: value for key, value in options.items() if key not in paths}
-    if not data.exists():
-        raise DataError(f"--data {data}: does not exist")
     if data.suffix == ".safetensors" and not paths:
         return read_columns(data, schema, entry.build(**chosen))
     if not paths:
@@ -150,6 +163,17 @@ def terms_from(sent: Any, items: int, strategy: Federated) -> tuple[SecureTerms,
     return terms, roster
 
 
+def private_update(strategy: Federated, update: ClientUpdate, terms: SecureTerms) -> ClientUpdate:
+    """What a device gives to a secure sum in a private run: clipped, with its share of the noise, and no loss."""
+    privacy = strategy.privacy
+    assert privacy.rule is not None, "asked for where there is a clip"
+    flat, _ = clipped(update.change, privacy.rule.bound)
+    noise = RoundNoise.of(privacy.noise, 1.0, bound=privacy.rule.bound, adapts=False)
+    draws = system_draws if privacy.noise_by == CLIENTS else None
+    steps = noise.in_steps(flat, terms.fixed.step, terms.threshold, draws)
+    return replace(update, change=[torch.from_numpy(steps * terms.fixed.step)], samples=1, loss=0.0)
+
+
 class Device:
     """One device in one run; `clock` and `sleep` can be replaced in tests."""
 
@@ -174,11 +198,16 @@ class Device:
         self._weights = held(self._model)
         self._optimizer = plan.task.optimizer(self._model.parameters())
         self._algorithm = algorithm_named(plan.strategy.algorithm)
+        parameters = len(list(self._model.parameters()))
+        self._algorithm.facts = FederatedFacts(names=held_names(self._model), parameters=parameters)
+        self._trained_from: int | None = None  # the rounds of the model that its last update began with
+        self._load_own()
         work = work_of(plan.strategy)
         self._trainer = ClientTrainer(plan.task, self._model, self._algorithm, work, plan.seed)
         self._rounds, self._hash, self._after = -1, "", 0
         self._made: tuple[str, ClientUpdate] | None = None
-        self._updates = protocol.UpdateForm(plan.form, plan.strategy, plan.seed)
+        form = plan.form.with_more(self._algorithm.sent(self._weights))
+        self._updates = protocol.UpdateForm(form, plan.strategy, plan.seed)
         self._left = state.left(self._updates.parcel) if self._updates.keeps else None
         self._body: tuple[str, bytes, torch.Tensor | None] | None = None
         found = state.load()
@@ -199,6 +228,7 @@ class Device:
             if (expected, rounds) != (self._hash, self._rounds) and not self._fetch(expected, rounds):
                 self._sleep(self._back_off.next_s())  # the server has advanced since, or is inconsistent
                 continue
+            self._settle(rounds, whole_in({"counted_in": 0, **work}, "counted_in"))
             if work.get("state") == "done":
                 # The server waits a while to hear that it has the model; it may have ended.
                 with suppress(Unreached):
@@ -241,18 +271,20 @@ class Device:
             self._sleep(self._back_off.next_s())
 
     def _fetch(self, expected: str, rounds: int) -> bool:
-        reply = self._request("GET", "/model", most=self._plan.form.most_bytes)
+        form = self._plan.form.with_more([*self._weights, *self._algorithm.given_besides(self._weights)])
+        reply = self._request("GET", "/model", most=form.most_bytes)
         if reply is None:
             return False
-        tensors, _ = self._plan.form.decode(reply.body)
+        tensors, _ = form.decode(reply.body)
         if hash_of(tensors).hex() != expected:
             return False
-        for (name, _, _), one in zip(self._plan.form.rows, tensors, strict=True):
+        for (name, _, _), one in zip(form.rows, tensors, strict=True):
             if not bool(one.isfinite().all()):
                 raise ManyhandsError(f"tensor {name!r} of the server's model is not finite")
         with torch.no_grad():
-            for mine, one in zip(self._weights, tensors, strict=True):
+            for mine, one in zip(self._weights, tensors, strict=False):
                 mine.copy_(one)
+        self._algorithm.take_besides(tensors[len(self._weights) :])
         self._state.save(rounds, self._model.state_dict())
         self._rounds, self._hash = rounds, expected
         self._notify(f"has the model after {rounds} rounds")
@@ -265,9 +297,42 @@ class Device:
                 client=self._client, samples=samples, weights=self._weights, number=self._rounds
             )
             [made] = self._trainer.play([assigned], self._optimizer)
+            self._trained_from = self._rounds
+            self._keep_own()
             counted = min(made.samples, self._plan.strategy.max_samples)
             self._made = self._hash, replace(made, samples=counted)
         return self._made[1]
+
+    def _load_own(self) -> None:
+        """What the algorithm lets this device keep from round to round, and what it will once its report counts."""
+        kept, algorithm = self._algorithm.kept(self._weights), self._algorithm
+        self._own_names = held_names(self._model)[: len(kept)]
+        like = dict(zip(self._own_names, kept, strict=True))
+        coming = {f"{_COMING}{name}": one for name, one in like.items()}
+        found = self._state.own({**like, **coming, _ROUND: torch.zeros(1, dtype=torch.int64)})
+        for states, names in ((algorithm.states, like), (algorithm.coming, coming)):
+            if names and names.keys() <= found.keys():
+                states[self._client] = [found[name] for name in names]
+        self._trained_from = int(found[_ROUND]) if _ROUND in found else None
+
+    def _keep_own(self) -> None:
+        """Before a report leaves: a device that is killed then knows later what it was to keep."""
+        states, coming = (
+            one.get(self._client, ()) for one in (self._algorithm.states, self._algorithm.coming)
+        )
+        named = dict(zip(self._own_names, states, strict=False))
+        named |= {f"{_COMING}{name}": one for name, one in zip(self._own_names, coming, strict=False)}
+        if coming and self._trained_from is not None:
+            named[_ROUND] = torch.tensor([self._trained_from])
+        if self._own_names:
+            self._state.keep_own(named)
+
+    def _settle(self, rounds: int, counted_in: int) -> None:
+        """Once the round of its last update is over: whether the update is in it."""
+        if self._trained_from is not None and rounds > self._trained_from:
+            self._algorithm.settle(self._client, counted=counted_in == self._trained_from + 1)
+            self._trained_from = None
+            self._keep_own()
 
     def _report(self, attempt: int, update: ClientUpdate) -> None:
         if self._body is None or self._body[0] != self._hash:
@@ -293,6 +358,8 @@ class Device:
                 raise ProtocolRefused("the server has a different key for this device")
             party = SecureClient(self._client, self._state.secret, roster, terms, bytes.fromhex(self._hash))
             words = words_of(terms.fixed, update, self._algorithm.weight(update))
+            if self._plan.strategy.privacy.rule is not None:
+                words = words_of(terms.fixed, private_update(self._plan.strategy, update, terms), 1.0)
             while party.stage < SecureStage.DONE:
                 target, message = f"/secure/{attempt}/{int(party.stage)}", self._stage_message(attempt, party)
                 if message is None or self._request("POST", target, party.answer(message, words)) is None:
@@ -311,10 +378,10 @@ class Device:
         return b"" if party.stage is SecureStage.ADVERTISE else None
 
 
-def plan_for(send: protocol.SendRequest, data: Path) -> DevicePlan:
+def plan_for(send: protocol.SendRequest, data: Path, own: Task | None = None) -> DevicePlan:
     try:
         sent = _answer(send("GET", "/plan", b"", "", _MOST_PLAN_BYTES), "the server refused this device")
-        return DevicePlan.read(sent, data)
+        return DevicePlan.read(sent, data, own)
     except MessageRejected as refused:
         raise ManyhandsError(f"the server's plan is invalid: {refused}") from refused
 
@@ -355,6 +422,7 @@ class JoiningDevice:
     authority: Path | None = None  # the server's ca.pem; None: the authorities that this host trusts
     patience_s: float = 86400.0
     most_pause_s: float = 30.0
+    task: Task | None = None  # this device's own, where the server trains one that is not built in
 
     def __post_init__(self) -> None:
         for name, value in (("--patience", self.patience_s), ("--max-pause", self.most_pause_s)):
@@ -371,7 +439,7 @@ def join_rounds(asked: JoiningDevice, notify: Callable[[str], None]) -> int:
         _until_reached(lambda: enrol(send, state, asked.token, asked.address), asked)
         assert state.client is not None, "enrol raises where it fails"
         send.signer = str(state.about.get("run")), state.client, state.secret
-        plan = _until_reached(lambda: plan_for(send, asked.data), asked)
+        plan = _until_reached(lambda: plan_for(send, asked.data, asked.task), asked)
         send.allow(plan.hold_s)
         state.begin(plan.config)
         notify(f"client {state.client}: {plan.task.samples} samples of {plan.task.name} stay on this device")

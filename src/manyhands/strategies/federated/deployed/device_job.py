@@ -16,11 +16,19 @@ from manyhands.data.randomness import preserved, seed_all
 from manyhands.data.store.tensorfile import read_tensors
 from manyhands.errors import DataError, UserError
 from manyhands.native.dtypes import NAMED
+from manyhands.strategies.federated.algorithms import algorithm_named
 from manyhands.strategies.federated.deployed.protocol import MOST_HOLD_S, TensorForm
+from manyhands.strategies.federated.private_rounds import (
+    PrivacyTerms,
+    PrivateRounds,
+    need_accountant,
+    spoiled_buffer,
+)
 from manyhands.strategies.federated.round_core import RoundTerms
 from manyhands.strategies.federated.strategy import Federated
 from manyhands.strategy import Strategy
 from manyhands.task import Task
+from manyhands.wire.names import RAW
 from manyhands.workloads.registry import WORKLOADS, load
 
 __all__ = ["DataSchema", "FederatedJob", "RoundSettings", "initial_model", "read_columns"]
@@ -124,11 +132,15 @@ def read_columns(path: Path, schema: DataSchema, task: Task) -> Task:
 
 _OF_SIMULATION: Final = (
     *("partition", "together", "keep", "personal", "held_out"),
-    *("clip", "noise", "epsilon", "sampling", "dropout"),
+    *("sampling", "randomness", "dropout"),
 )
-# Algorithms whose devices send an update and nothing else, and need nothing but the model.
-_OVER_HTTPS: Final = ("fedavg", "fedsgd", "fedprox", "fedadam", "fedyogi", "fedadagrad")
+_MORE_THAN_UPDATES: Final = {"fednova": "numbers of steps", "scaffold": "control variates"}
 _FEWEST_SECURE: Final = 3
+
+
+def _known(strategy: Federated) -> PrivacyTerms:
+    """The terms where it is known who is in a round: no draw makes one cheaper, and the fraction does not count."""
+    return replace(strategy.privacy, fraction=1.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,19 +178,26 @@ class FederatedJob:
         own = DataSchema.of(task)
         wanted = DataSchema.parse(schema) if schema is not None else own
         wanted.require_like(own, "the task's own data")
+        if parsed.epsilon and not parsed.noise:  # a device may be in every round
+            need_accountant("epsilon")
+            found = _known(parsed).with_noise(parsed.clients, settings.rounds)
+            parsed = replace(parsed, noise=found.noise, clip=found.clip, delta=found.delta)
         return cls(task=task, strategy=parsed, seed=seed, settings=settings, schema=wanted)
 
     def __post_init__(self) -> None:
         word = self.strategy.algorithm.partition(":")[0]
-        if word not in _OVER_HTTPS:
+        if word == "fedbuff":
+            why = "not with devices, only in simulation: it goes by simulated time"
+            raise UserError(f"algorithm={self.strategy.algorithm}: {why}")
+        if word in _MORE_THAN_UPDATES and (self.strategy.secure or self.strategy.codec != RAW):
             raise UserError(
-                f"algorithm={self.strategy.algorithm}: devices can use {', '.join(_OVER_HTTPS)}; the others "
-                "are for simulation"
+                f"algorithm={word}: devices send their {_MORE_THAN_UPDATES[word]} as they are; leave out secure= and "
+                "codec="
             )
-        built_in = self.task.name in WORKLOADS and WORKLOADS[self.task.name].task
-        if self.task.options is None or not built_in:
+        if self.task.options is not None and not getattr(WORKLOADS.get(self.task.name), "task", ""):
             raise UserError(
-                f"task {self.task.name!r}: devices build the task themselves and receive no code; serve a built-in task"
+                f"task {self.task.name!r}: devices build the task themselves and receive no code; serve a built-in "
+                "task, or your own: manyhands federated serve own MODULE:NAME"
             )
         # What is a simulation's as yet would be left out without a word.
         usual = Federated()
@@ -196,15 +215,50 @@ class FederatedJob:
         if self.settings.hold_s >= MOST_HOLD_S:
             raise UserError(f"hold_s={self.settings.hold_s:g}: must be below {MOST_HOLD_S:g}")
         terms = self.terms  # which checks itself
+        algorithm_named(self.strategy.algorithm).check_round(terms.minimum)
         if self.strategy.secure:
             self.strategy.fixed_point.check_capacity(terms.asks)
+        self._check_privacy()
+
+    def _check_privacy(self) -> None:
+        private = self.private_rounds()
+        if private is None:
+            return
+        rule, spending = self.strategy.privacy.rule, private.spending
+        if self.strategy.secure and rule is not None and rule.quantile is not None:
+            raise UserError(
+                f"clip={self.strategy.clip}: with secure=yes devices clip to a norm that they know beforehand; "
+                "give clip=1.0"
+            )
+        if spending is None:
+            return
+        need_accountant()
+        if spending.most_rounds is not None and spending.most_rounds < self.settings.rounds:
+            raise UserError(
+                f"epsilon={self.strategy.epsilon:g}: with noise={self.strategy.noise:g} it is spent after "
+                f"{spending.most_rounds} rounds of a device, and --rounds {self.settings.rounds} may ask it in all; "
+                "leave out noise=, and it is computed"
+            )
+        model = initial_model(self.task, self.seed)
+        if buffers := [name for name, one in model.named_buffers() if one.is_floating_point()]:
+            raise UserError(spoiled_buffer(self.strategy.noise, buffers[0]))
+
+    def private_rounds(self) -> PrivateRounds | None:
+        """What the server of a private run keeps: it knows whom it asks, so each device pays for its own rounds."""
+        strategy = self.strategy
+        if strategy.privacy.rule is None:
+            return None
+        fixed = strategy.fixed_point if strategy.secure else None
+        per_round = self.terms.asks if strategy.secure else strategy.per_round(strategy.clients)
+        return PrivateRounds(_known(strategy), strategy.clients, per_round, fixed, self.seed, known=True)
 
     @property
     def terms(self) -> RoundTerms:
         settings, goal = self.settings, self.strategy.per_round(self.strategy.clients)
         least = settings.min_reports
         if least is None:
-            least = max(_FEWEST_SECURE if self.strategy.secure else 1, math.ceil(goal / 2))
+            half = max(_FEWEST_SECURE if self.strategy.secure else 1, math.ceil(goal / 2))
+            least = next((count for count in range(half, goal) if self._suffices(count)), max(half, goal))
         elif self.strategy.secure and least < _FEWEST_SECURE:
             raise UserError(f"--min-reports {least}: a sum of under {_FEWEST_SECURE} clients protects none")
         stages = 4 * settings.stage_s if self.strategy.secure else 0.0
@@ -222,14 +276,27 @@ class FederatedJob:
             seed=self.seed,
         )
 
+    def _suffices(self, reports: int) -> bool:
+        try:
+            algorithm_named(self.strategy.algorithm).check_round(reports)
+        except UserError:
+            return False
+        return True
+
     def plan(self, run: str, form: TensorForm) -> dict[str, Any]:
-        """The plan that a device downloads once; it does not reveal where the server's files are."""
-        options = dict(self.task.options or {})
-        paths = [one.name for one in load(WORKLOADS[self.task.name].task).options if one.kind is Path]
+        """The plan that a device downloads once; it does not reveal where the server's files are.
+
+        It has no code: a device builds the task itself, from its options where it is built in (`task_options`), and
+        from the device's own module where they are null.
+        """
+        options = self.task.options
+        if options is not None:
+            paths = [one.name for one in load(WORKLOADS[self.task.name].task).options if one.kind is Path]
+            options = {name: value for name, value in options.items() if name not in paths}
         return {
             "run": run,
             "task": self.task.name,
-            "task_options": {name: value for name, value in options.items() if name not in paths},
+            "task_options": options,
             "strategy": str(self.strategy),
             "seed": self.seed,
             "schema": str(self.schema),

@@ -136,6 +136,14 @@ class TensorForm:
         kinds = [(str(one.dtype).removeprefix("torch."), tuple(one.shape)) for one in held(model)]
         return cls(tuple((name, *kind) for name, kind in zip(held_names(model), kinds, strict=True)))
 
+    def with_more(self, sent: Tensors) -> TensorForm:
+        """The form of updates, which have these tensors: the model's, and what an algorithm sends besides."""
+        more = [
+            (f"sent.{place}", str(one.dtype).removeprefix("torch."), tuple(one.shape))
+            for place, one in enumerate(sent[len(self.rows) :])
+        ]
+        return TensorForm((*self.rows, *more))
+
     @property
     def as_json(self) -> list[Any]:
         return [[name, dtype, list(shape)] for name, dtype, shape in self.rows]
@@ -217,6 +225,7 @@ class UpdateForm:
 
     def __init__(self, form: TensorForm, strategy: Federated, seed: int) -> None:
         self._form, self._text, self._seed = form, strategy.codec, seed
+        self.rows: Final = form.rows
         wide = any(NAMED[dtype] == torch.float64 for _, dtype, _ in form.rows)
         self.parcel = Parcel.whole(0, sum(form.items), torch.float64 if wide else torch.float32)
         codec = self._codec(0)

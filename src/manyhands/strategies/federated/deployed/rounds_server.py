@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,14 @@ from manyhands.errors import ManyhandsError, num_of
 from manyhands.strategies.federated import client_updates
 from manyhands.strategies.federated import round_core as core
 from manyhands.strategies.federated.algorithms import FederatedFacts, algorithm_named
-from manyhands.strategies.federated.client_updates import ClassSums, ClientUpdate, TallySum, Tensors, shaped
+from manyhands.strategies.federated.client_updates import (
+    ClientUpdate,
+    RoundPlace,
+    RoundTally,
+    TallySum,
+    Tensors,
+    shaped,
+)
 from manyhands.strategies.federated.clients import held, held_names
 from manyhands.strategies.federated.deployed import protocol
 from manyhands.strategies.federated.deployed.device_job import FederatedJob, initial_model
@@ -29,7 +37,7 @@ from manyhands.strategies.federated.secure.fixedpoint import sum_of
 from manyhands.strategies.federated.secure.primitives import ProtocolRefused, digest_of, verify
 from manyhands.strategies.federated.secure.secure_messages import SEALED_BYTES, SecureTerms
 from manyhands.strategies.federated.secure.secure_protocol import SecureServer, SecureStage
-from manyhands.strategies.federated.update_tally import hash_of
+from manyhands.strategies.federated.update_tally import PlainTally, hash_of, private_sum, tally_for
 
 __all__ = ["RoundServer"]
 
@@ -113,7 +121,9 @@ class SecureAttempt:
 class RoundServer:
     """The server's side of one run."""
 
+    _came: list[int]  # whose reports are in the sum
     _norms: dict[int, float]
+    _sum: RoundTally
     secure: SecureAttempt | None  # also read by the thread that answers requests
     _secure_sum: TallySum | None
 
@@ -132,25 +142,42 @@ class RoundServer:
         self._algorithm = algorithm_named(job.strategy.algorithm)
         parameters = len(list(self._model.parameters()))
         self._algorithm.facts = FederatedFacts(names=held_names(self._model), parameters=parameters)
+        self._like = self._algorithm.sent(self._weights)  # what an update is like
+        self._private = job.private_rounds()
         self.form = protocol.TensorForm.of(self._model)
-        self.updates = protocol.UpdateForm(self.form, job.strategy, job.seed)
+        self.updates = protocol.UpdateForm(self.form.with_more(self._like), job.strategy, job.seed)
         self.enrolment, self.new_tokens = files.enrolment(job.strategy.clients)
         self.plan = job.plan(files.run, self.form)
+        self._counted_in: dict[int, int] = {}  # by client: the last round that its report is in, from 1
         self.state = core.RoundState()
         self._forget()
         self._began = self._attempt_began = time.monotonic()
         if (found := self._files.load()) is None:
-            self._files.save_round(self.state, self._model.state_dict(), {}, [])
+            self._save([])
+            if self._private is not None and (forecast := self._private.forecast(job.settings.rounds)):
+                notify(forecast)
         else:
             self.state, loaded = found
             self._model.load_state_dict(loaded.model)
             self._algorithm.load_state(loaded.extra.get("algorithm", {}))
+            counted = loaded.extra.get("counted_in", {})
+            self._counted_in = {int(client): int(number) for client, number in counted.items()}
+            if self._private is not None:
+                self._private.restore(loaded.extra.get("privacy") or None)
         self._do(core.ServerResumed(at_s=at_s))
         self._refresh()
 
+    def _save(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        privacy = self._private.state() if self._private is not None else {}
+        counted = {str(client): number for client, number in self._counted_in.items()}
+        memory = dict(self._algorithm.memory())
+        kept = {"algorithm": memory, "privacy": privacy, "counted_in": counted}
+        self._files.save_round(self.state, self._model.state_dict(), kept, rows)
+
     def _refresh(self) -> None:
-        self.model_hash = hash_of(self._weights).hex()
-        self.model_body = self.form.encode(self._weights, {"rounds": str(self.state.done)})
+        given = [*self._weights, *self._algorithm.given_besides(self._weights)]
+        self.model_hash = hash_of(given).hex()
+        self.model_body = self.form.with_more(given).encode(given, {"rounds": str(self.state.done)})
 
     def authenticated(self, headers: Mapping[str, str], method: str, target: str) -> int:
         """Whose request it is; MessageRejected unless that client has signed it, and the hash of its body."""
@@ -179,6 +206,7 @@ class RoundServer:
         self._do(core.ClientsSeen(clients=(client,), at_s=at_s))
         state = self.state
         work: dict[str, Any] = {"rounds": state.done, "model": self.model_hash, "state": "wait"}
+        work["counted_in"] = self._counted_in.get(client, 0)
         if state.phase is core.RoundPhase.FINISHED:
             work["state"] = "done"
         elif client in state.waits_for and state.attempt > after:
@@ -208,7 +236,8 @@ class RoundServer:
             self.notify(f"the report of client {client} was refused: {refused}")
             raise
         digest = protocol.body_hash(body)
-        event = core.ReportCame(client=client, attempt=attempt, digest=digest, at_s=at_s, norm=update.norm)
+        norm = 0.0 if self._private is not None else update.norm  # which the clip bounds, and nobody needs
+        event = core.ReportCame(client=client, attempt=attempt, digest=digest, at_s=at_s, norm=norm)
         for decision in self._do(event, update):
             if isinstance(decision, core.RefuseReport) and not decision.repeated:
                 raise MessageRejected(409, decision.why)
@@ -225,7 +254,7 @@ class RoundServer:
             loss = math.nan
         if not abs(loss) < _MOST_LOSS:
             raise MessageRejected(422, "the loss of the update is not a finite number")
-        for (name, _, _), one in zip(self.form.rows, change, strict=True):
+        for (name, _, _), one in zip(self.updates.rows, change, strict=True):
             if not bool(one.isfinite().all()):
                 raise MessageRejected(422, f"tensor {name!r} of the update has a number that is not finite")
             if not bool(one.square().isfinite().all()):  # algorithms square it, and the model would be lost
@@ -269,8 +298,11 @@ class RoundServer:
         try:
             if secure.advance(at_s):
                 flat, loss, weight = sum_of(secure.terms.fixed, secure.server.result())
-                self._secure_sum = TallySum(sums=shaped(flat, self._weights), weight=weight, loss=loss)
                 survivors = secure.server.lists.survivors
+                self._secure_sum = TallySum(sums=shaped(flat, self._weights), weight=weight, loss=loss)
+                if (private := self._private) is not None:
+                    found, place = TallySum(sums=[flat], weight=weight), self._place(survivors)
+                    self._secure_sum = private_sum(found, private, self._weights, place)
                 self._do(core.SumCame(attempt=self.state.attempt, clients=survivors, at_s=at_s))
         except ProtocolRefused as refused:
             self._do(core.RoundFailed(attempt=self.state.attempt, why=str(refused), at_s=at_s))
@@ -301,8 +333,10 @@ class RoundServer:
                     self.secure = SecureAttempt(self._job, roster, self._weights, at_s)
             case core.TakeReport():
                 assert update is not None, "only a report is taken"
+                self._came.append(update.client)
                 self._sum.add(update, self._algorithm.weight(update))
-                self._norms[update.client] = update.norm
+                if self._private is None:
+                    self._norms[update.client] = update.norm
             case core.CloseRound():
                 self._close(decision)
             case core.AbandonRound():
@@ -323,6 +357,11 @@ class RoundServer:
                     "complete": decision.complete,
                     "final": measured[-1] if measured else {},
                 }
+                if self._private is not None:
+                    summary["privacy"] = self._private.summary()
+                    self.notify(
+                        str(summary["privacy"].get("sentence", "every update is clipped, without noise"))
+                    )
                 self._files.directory.write_summary(summary)
                 self.notify(decision.why)
             case core.RefuseReport(repeated=False):
@@ -332,19 +371,24 @@ class RoundServer:
         norms = self._norms
         largest = client_updates.largest_class(norms.values(), self._terms.norm_ratio)
         total = self._secure_sum or self._sum.total(largest)
+        counted = decision.counted
+        self._counted_in |= dict.fromkeys(counted, self.state.done)
+        # Those who were not in it would weigh as much as those who were.
+        weight = total.weight * self._job.strategy.clients / len(counted)
+        self._algorithm.facts = replace(self._algorithm.facts, weight=weight)
         with torch.no_grad():
             mean = self._algorithm.mean(total)
-            step = [one.to(mine.dtype) for one, mine in zip(mean, self._weights, strict=True)]
+            step = [one.to(mine.dtype) for one, mine in zip(mean, self._like, strict=True)]
             self._algorithm.step(self._weights, step)
         loss, now = total.loss / total.weight, time.monotonic()
         self._forget()
-        row = {
+        row: dict[str, Any] = {
             "step": self.state.done,
-            "loss": loss,
+            "loss": None if math.isnan(loss) else loss,
             "seconds": now - self._attempt_began,
             "at_s": now - self._began,
             "attempt": decision.attempt,
-            "counted": list(decision.counted),
+            "counted": list(counted),
         }
         if decision.rejected:
             row["rejected"] = {str(client): norms[client] for client in decision.rejected}
@@ -354,14 +398,14 @@ class RoundServer:
             found_metrics = Computer(plan, 0).evaluate(self._model)
         measured = dict(found_metrics[0]) if found_metrics is not None else {}
         # Before anything is saved: the run continues from the round before, when it is resumed.
-        came = f"{client_updates.described_clients(list(decision.counted))}, whose norms a secure sum hides"
-        if seen := {client: norms[client] for client in decision.counted if client in norms}:
+        came = f"{client_updates.described_clients(list(counted))}, whose norms are not seen"
+        if seen := {client: norms[client] for client in counted if client in norms}:
             came = client_updates.described_norms(seen)
         finite = all(bool(one.isfinite().all()) for one in self._weights)
         client_updates.require_finite(measured, self.state.done, came, weights=finite)
         if measured:
             rows.append({"step": self.state.done, "metrics": measured, "at_s": now - self._began})
-        self._files.save_round(self.state, self._model.state_dict(), dict(self._algorithm.memory()), rows)
+        self._save(rows)
         self._refresh()
         if decision.rejected:
             came = client_updates.described_norms({client: norms[client] for client in decision.rejected})
@@ -372,11 +416,19 @@ class RoundServer:
             )
         shown = "".join(f"  {name} {value:.4f}" for name, value in measured.items())
         self.notify(
-            f"round {self.state.done} of {self._terms.rounds}: {num_of(len(decision.counted), 'update')}"
+            f"round {self.state.done} of {self._terms.rounds}: {num_of(len(counted), 'update')}"
             f"  loss {loss:.4f}{shown}"
         )
 
     def _forget(self) -> None:
-        self._sum = ClassSums(self._weights, by_norm=self._terms.norm_ratio > 0)
-        self._norms = {}
+        self._came, self._norms = [], {}
+        place, strategy = self._place(self._came), self._job.strategy
+        self._sum = PlainTally(place.total, self._like)  # to which nothing is added where sums are secure
+        if not strategy.secure:
+            about = strategy, self._algorithm, place, self._weights, self._like
+            self._sum = tally_for(*about, self._private)
         self.secure = self._secure_sum = None
+
+    def _place(self, clients: Sequence[int]) -> RoundPlace:
+        """The round under way, whose updates come from these clients; this process is all there is."""
+        return RoundPlace(number=self.state.done, clients=clients, rank=0, total=lambda values: values)

@@ -161,10 +161,14 @@ class ServerFiles(Closeable):
         write_json(self._folder / _STATE, as_json(state))
 
     def save_round(
-        self, state: RoundState, model: Mapping[str, Tensor], memory: Any, rows: Sequence[Mapping[str, Any]]
+        self,
+        state: RoundState,
+        model: Mapping[str, Tensor],
+        kept: Mapping[str, Any],
+        rows: Sequence[Mapping[str, Any]],
     ) -> None:
         """A round that counts; the rows of the history go with it, and come into the history once."""
-        extra = {"rounds": as_json(state), "algorithm": memory, "rows": [dict(row) for row in rows]}
+        extra = {"rounds": as_json(state), **kept, "rows": [dict(row) for row in rows]}
         self._checkpoints.save(Snapshot(step=state.done, model=model, optimizer={}, extra=extra))
         if rows:
             self.directory.metrics.append(*rows)
@@ -195,6 +199,7 @@ class ServerFiles(Closeable):
 
 
 _IDENTITY, _ABOUT, _LEFT = "identity.key", "device.json", "left.safetensors"
+_OWN_STATE = "own.safetensors"
 _OWN = (_IDENTITY, f".{_IDENTITY}.writing", _ABOUT, f".{_ABOUT}.writing")
 
 
@@ -203,6 +208,7 @@ class DeviceState:
 
     identity.key        the Ed25519 secret, in hexadecimal; mode 0600; it never leaves the device
     device.json         the server, the run, the client's number, and the public keys of other clients it has met
+    own.safetensors     what the algorithm lets it keep, as Ditto's model of its own, by the model's names; mode 0600
     left.safetensors    what a codec has left out of its updates so far, where it keeps that; mode 0600
     config.json, checkpoints/ …    a run directory: `mh.load` reads the model there
     """
@@ -280,6 +286,26 @@ class DeviceState:
         if not bool(left.isfinite().all()):
             raise DataError(f"{path}: holds a number that is not finite; remove it")
         return left
+
+    def own(self, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What `keep_own` had kept, some of the tensors in `like`; DataError where it does not fit them."""
+        path = self.path / _OWN_STATE
+        if not path.exists():
+            return {}
+        try:
+            found = read_tensors(path)
+        except ValueError as error:
+            raise DataError(f"{path} {error}; remove it") from error
+        for name, one in found.items():
+            if name not in like or (one.shape, one.dtype) != (like[name].shape, like[name].dtype):
+                raise DataError(f"{path}: does not hold what this run keeps; remove it")
+        return found
+
+    def keep_own(self, tensors: Mapping[str, Tensor]) -> None:
+        if not tensors:
+            (self.path / _OWN_STATE).unlink(missing_ok=True)
+            return
+        write_atomically(self.path / _OWN_STATE, encode_tensors(tensors), mode=0o600)
 
     def keep_left(self, left: Tensor) -> None:
         write_atomically(self.path / _LEFT, encode_tensors({"left": left}), mode=0o600)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -55,6 +55,7 @@ CODEC = MessageCoder(
         16: ps_messages.ReadRows,
         17: ps_messages.RowValues,
         18: ps_messages.RowsUnknown,
+        19: ps_messages.CopyShard,
     }
 )
 
@@ -79,6 +80,7 @@ class Job:
     security: Security = field(default_factory=Security.loopback)  # what protects connections to other hosts
     listens_at: str = ""  # where a server listens, as the hub writes it; empty: wherever its link allows
     reached_at: str = ""  # the address at which others reach it, if different
+    taps: ClassVar[bool] = True  # whether a worker takes each gradient as soon as backward has it
 
     @property
     def confirms(self) -> bool:

@@ -255,6 +255,9 @@ class Launcher(RunLauncher[RunMembers]):
             self._send(server, reports.Finish())
         while self._servers and time.monotonic() < deadline:
             self._poll()
+        self._end_members(deadline)
+
+    def _end_members(self, deadline: float) -> None:
         for process in self._members.members:
             self._members.ask_to_stop(process)
         while self._members.members and time.monotonic() < deadline:

@@ -37,7 +37,7 @@ from manyhands.observe.record.event_ring import EventRing
 from manyhands.places.external.control_connection import ControlConnection
 from manyhands.places.local.control import TypedNotes
 from manyhands.places.local.status import NOBODY, State
-from manyhands.strategies.ps.live.ps_job import Job, MemberResources
+from manyhands.strategies.ps.live.ps_job import Job, MemberContext, MemberResources
 from manyhands.strategies.ps.live.server_process import serve_with
 from manyhands.strategies.ps.live.server_tables import final_tables
 from manyhands.strategies.ps.live.snapshots import ShardSnapshot, ShardSnapshots, pack_install, unpack_install
@@ -56,6 +56,7 @@ __all__ = [
     "TakePart",
     "final_chunks",
     "pack_snapshot",
+    "receive_part",
     "take_final",
     "take_part",
     "unpack_snapshot",
@@ -100,18 +101,7 @@ def take_part(line: ControlConnection, job: Job) -> Mapping[str, Any]:
     `job` is what this process was started with, without what only the leader knows. Aborted if the run ended
     before.
     """
-    context = _ControlMember(line)
-    part = context.await_part()
-    records = _Records(part, line.name) if part.keeps else None
-    job = replace(
-        job,
-        token=part.token,
-        threads=part.threads,
-        run_path=records.path if records is not None else None,
-        resume_version=part.resume_version,
-        buffers=_buffers(line, job.timeout_s) if part.buffers else {},
-    )
-    resources = _resources(line, job, keeps=part.keeps)
+    context, resources, part, records = receive_part(line, job)
     try:
         counted = (
             serve_with(context, resources) if part.serves else work_with(context, resources, part.number)
@@ -126,6 +116,24 @@ def take_part(line: ControlConnection, job: Job) -> Mapping[str, Any]:
             records.remove()
         raise Aborted(over.sentence) from None  # the connection knows the reason
     return counted
+
+
+def receive_part(
+    line: ControlConnection, job: Job
+) -> tuple[MemberContext, MemberResources, TakePart, _Records | None]:
+    """Wait for the part that the leader assigns; `job` becomes that of `resources`."""
+    context = _ControlMember(line)
+    part = context.await_part()
+    records = _Records(part, line.name) if part.keeps else None
+    job = replace(
+        job,
+        token=part.token,
+        threads=part.threads,
+        run_path=records.path if records is not None else None,
+        resume_version=part.resume_version,
+        buffers=_buffers(line, job.timeout_s) if part.buffers else {},
+    )
+    return context, _resources(line, job, keeps=part.keeps), part, records
 
 
 class _ControlMember:

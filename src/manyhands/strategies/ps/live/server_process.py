@@ -7,6 +7,7 @@ their payloads, writes rows to the log and snapshots to the disk.
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Mapping
@@ -23,7 +24,18 @@ from manyhands.native.wait_sign import LongWait
 from manyhands.observe.record.events import EventKind
 from manyhands.places.local.control import RoleContext
 from manyhands.places.local.status import State
-from manyhands.strategies.ps.actions import Ack, Action, Apply, Discard, Drop, Keep, Load, Log, SendMessage
+from manyhands.strategies.ps.actions import (
+    Ack,
+    Action,
+    Adopt,
+    Apply,
+    Discard,
+    Drop,
+    Keep,
+    Load,
+    Log,
+    SendMessage,
+)
 from manyhands.strategies.ps.live import reports
 from manyhands.strategies.ps.live.message_events import ServerRecords
 from manyhands.strategies.ps.live.payloads import Gradients
@@ -38,6 +50,7 @@ from manyhands.strategies.ps.ps_messages import (
     Chosen,
     ChosenKept,
     Concluded,
+    CopyShard,
     Forward,
     Forwarded,
     Hello,
@@ -62,7 +75,7 @@ from manyhands.transport.messages import ProtocolError
 __all__ = ["require_sense", "serve", "serve_with"]
 
 _LOOK_S = 0.2
-_FROM_WORKERS = (Push, Read, Hello, ReadRows)
+_FROM_WORKERS = (Push, Read, Hello, ReadRows, CopyShard)
 _FROM_SERVERS = (Forward, Forwarded, Install, Yield, Chosen, ChosenKept)
 _NAMING_ROWS = (Push, ReadRows)
 _THREADS_FROM_BYTES = 1 << 20  # below this a second thread does not pay
@@ -273,6 +286,10 @@ class _Server:
 
     def _handle(self, member: int, message: Any, payload: memoryview) -> None:
         require_sense(message, self._peers[member], self._layout.shards)
+        if isinstance(message, CopyShard):
+            if self._is_primary(message.shard):
+                self._keeping.leave_copy(*message)
+            return
         push = message.entry if isinstance(message, Forward) else message
         contribution: Contribution | None = None
         try:
@@ -326,8 +343,10 @@ class _Server:
     def _do(self, actions: list[Action], gradient: Contribution | None, payload: memoryview | None) -> None:
         for action in actions:
             match action:
-                case Apply(row=row):
-                    self._apply(row)
+                case Apply(row=row, settings=settings):
+                    self._apply(row, settings)
+                case Adopt(shard=shard, settings=settings):
+                    self._stores.load_checkpoint(shard, **json.loads(settings))
                 case SendMessage(to=to, message=message):
                     self._send(to, message)
                 case Keep():
@@ -352,7 +371,7 @@ class _Server:
             message = self._to_self.popleft()
             self._do(self._core.handle(message, self._member), None, None)
 
-    def _apply(self, row: StepRow) -> None:
+    def _apply(self, row: StepRow, settings: str) -> None:
         begin_ns, updates, shard = time.monotonic_ns(), row.updates, row.shard
         contributions, staleness = [], self._staleness[shard]
         for update in updates:
@@ -360,7 +379,7 @@ class _Server:
             contributions.append(held if update.factor == 1 else replace(held, factor=update.factor))
             staleness[update.staleness] += 1
         batches = 1 if len(updates) == 1 else len({update.batch for update in updates})
-        self._stores.get(shard).apply(contributions, row.rate, batches)
+        self._stores.get(shard).apply(contributions, row.rate, batches, settings)
         took_ns = time.monotonic_ns() - begin_ns
         self._log(row)
         if self._is_primary(shard):  # a backup repeats every step

@@ -8,12 +8,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from manyhands.data.store.atomic import WriteFailed
+from manyhands.data.store.checkpoint import CheckpointStore
+from manyhands.data.store.state_tree import restore_optimizer
 from manyhands.places.local.status import State
 from manyhands.strategies.ps.digests import shard_digest
 from manyhands.strategies.ps.live.area import SharedParameters
@@ -23,7 +26,7 @@ from manyhands.strategies.ps.live.ps_job import Job, MemberContext
 from manyhands.strategies.ps.live.reports import LeftShard
 from manyhands.strategies.ps.live.shard_encoding import RangeCoding
 from manyhands.strategies.ps.live.snapshots import ShardSnapshot, ShardSnapshots, unpack_install
-from manyhands.strategies.ps.shard_layout import FlatLayout, ShardState
+from manyhands.strategies.ps.shard_layout import FlatLayout, ShardState, split
 from manyhands.strategies.ps.shard_replica import ServerCore
 from manyhands.strategies.ps.shard_store import ShardStore, byte_view
 from manyhands.strategies.ps.update_files import ShardRecorder
@@ -52,6 +55,7 @@ class Stores:
         self._job, self._core, self._layout, self._gradients = job, core, layout, gradients
         self._coding, self._shared, self._is_primary = coding, shared, is_primary
         self.by_shard: dict[int, ShardStore] = {}
+        self.shards = layout.shards
         self._not_shared: set[int] = set()  # shards that workers do not read where their store lies
         self._encoded: dict[int, tuple[int, Tensor]] = {}  # by shard, parameters to send and their version
         self._is_lockstep = job.strategy.consistency.lockstep
@@ -78,6 +82,15 @@ class Stores:
     def load(self, shard: int, state: ShardState) -> None:
         self.by_shard.pop(shard, None)
         self.get(shard).load_state(state)
+
+    def load_checkpoint(self, shard: int, folder: str, step: int) -> None:
+        """Continue from this shard's part of a regular checkpoint."""
+        loaded = CheckpointStore(Path(folder)).load(step)
+        _, built, _ = self._job.build()
+        built.model.load_state_dict(loaded.model)
+        restore_optimizer(built.optimizer, loaded.optimizer)
+        model, optimizer = built.model.state_dict(), built.optimizer.state_dict()
+        self.get(shard).load_state(split(self._layout, shard, model, optimizer, step))
 
     def deliver(self, hub: Hub, to: int, shard: int) -> tuple[list[Any], int]:
         """Deliver a shard's parameters to worker `to`: what has to travel with the message, and the bytes moved."""
@@ -193,6 +206,15 @@ class ShardKeeping:
                 self._note(f"no snapshot of shard {shard} at version {core.core.version}: {error}")
         self._records.saved(begin_ns)
         self._context.mark(core.core.version, State.COMPUTING)
+
+    def leave_copy(self, shard: int, folder: str, step: int) -> None:
+        """Write the shard's state to `folder`, as of `step`, for the worker that puts all of them together."""
+        state = self._stores.get(shard).state()
+        snapshot = ShardSnapshot(version=step, state=state, held={}, core="")
+        try:
+            ShardSnapshots(Path(folder), self._stores.shards).save(shard, snapshot)
+        except WriteFailed as error:
+            self._note(f"the state of shard {shard} was not written to {folder}: {error}")
 
     def waiting(self, shard: int) -> dict[tuple[int, int], Tensor]:
         """The gradients that are committed and not in a step yet."""

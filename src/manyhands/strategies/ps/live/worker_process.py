@@ -35,7 +35,7 @@ from manyhands.transport.hub.hub_events import Arrived, Joined, Lost, Ready
 from manyhands.transport.link.wire import Wire
 from manyhands.transport.messages import ProtocolError
 
-__all__ = ["work", "work_with"]
+__all__ = ["SlotSession", "work", "work_with"]
 
 _LOOK_S = 0.2
 _AGAIN_S = 0.01
@@ -60,7 +60,7 @@ def work_with(context: MemberContext, resources: MemberResources, slot: int) -> 
         ring.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
         member = context.rank
         while True:
-            with closing(_SlotSession(context, job, body, ring, slot, member)) as session:
+            with closing(SlotSession(context, job, body, ring, slot, member)) as session:
                 context.send(reports.REPORTS.write(reports.WorkerReady()))
                 left = session.run()
             if left.reason is Reason.REFUSED:
@@ -90,7 +90,7 @@ class _SlotLeft(Exception):
     """The slot was lost while its next update was being prepared."""
 
 
-class _SlotSession:
+class SlotSession:
     """One process in one slot under one member number, until it leaves."""
 
     def __init__(
@@ -136,22 +136,27 @@ class _SlotSession:
         while self._left is None:
             if self._computing is not None:
                 self._compute(self._computing)
-            elif not self._flushing:
-                self._listen(_AGAIN_S if self._again else _LOOK_S)
-            elif not self._hub.flush(_LOOK_S):
-                self._listen(0.0)
-            elif not all(map(self._hub.arrives, self._hub.members())):
-                self._listen(_MOMENT_S)  # a server reads what fills its end of the connection
             else:
-                # Every push will arrive. Handle the launcher's orders before the reads follow: a worker that was
-                # suspended between its pushes and has lost its slot since learns it here, and its successor decides.
-                self._flushing = False
-                self._attend()
-                self._do(self._core.flushed())
+                self._advance()
         if self._began_ns is not None:  # the answer to the last push, which no pull follows
             book = StepBook(self._ring.record, self._context.step - 1, self._pushed_ns)
             book.exchange(time.monotonic_ns(), self._take_sent(), self._wire)
         return self._left
+
+    def _advance(self) -> None:
+        """Do what comes next towards the next work, waiting a moment where there is nothing to do."""
+        if not self._flushing:
+            self._listen(_AGAIN_S if self._again else _LOOK_S)
+        elif not self._hub.flush(_LOOK_S):
+            self._listen(0.0)
+        elif not all(map(self._hub.arrives, self._hub.members())):
+            self._listen(_MOMENT_S)  # a server reads what fills its end of the connection
+        else:
+            # Every push will arrive. Handle the launcher's orders before the reads follow: a worker that was
+            # suspended between its pushes and has lost its slot since learns it here, and its successor decides.
+            self._flushing = False
+            self._attend()
+            self._do(self._core.flushed())
 
     def _attend(self) -> None:
         """Execute the launcher's orders; called only when there are some, as it costs as much as a small message."""
@@ -322,12 +327,15 @@ class _SlotSession:
             if bad is None
             else reports.StepSkipped(clock=work.clock, sentence=bad)
         )
-        self._context.mark(work.batch + 1, State.EXCHANGING)
-        self._pushed_ns = computed
-        self._begin_wait(computed)
-        if body.recorder.log is not None and bad is None:
+        self._push(compute, done.share, skip=bad is not None)
+
+    def _push(self, compute: Compute, share: float, *, skip: bool, settings: str = "") -> None:
+        now_ns = self._pushed_ns = time.monotonic_ns()
+        self._context.mark(compute.work.batch + 1, State.EXCHANGING)
+        self._begin_wait(now_ns)
+        if self._body.recorder.log is not None and not skip:
             self._record(compute)
-        self._do(self._core.computed(weight=done.share, skip=bad is not None))
+        self._do(self._core.computed(weight=share, skip=skip, settings=settings))
 
     def _notice(self, sentence: str | None) -> None:
         if sentence is not None:

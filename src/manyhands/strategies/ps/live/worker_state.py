@@ -53,7 +53,7 @@ class WorkerState:
         self._residuals = ResidualMemory(job.run_path, job.strategy, job.workers, job.keep_checkpoints)
         self._load_states = job.resume_version is not None
         self.encoded: list[torch.Tensor] = []  # by shard: the last gradient as it is sent, if encoded
-        self.model = ReplicaModel(built.model, self.layout, self.area)
+        self.model = ReplicaModel(built.model, self.layout, self.area, taps=job.taps)
         self.model.model.train()
         self.own_steps: OwnSteps | None = None
         if job.strategy.averages:
@@ -158,10 +158,10 @@ class ReplicaModel:
     """A worker's replica of the model: parameters are views of memory that the shards write, the gradients lie beside.
 
     Hooks move each gradient there as soon as backward has it. On a GPU the model has separate parameters, which are
-    filled from that memory after every pull.
+    filled from that memory after every pull. Without `taps`, gradients stay with the parameters until `take`.
     """
 
-    def __init__(self, model: nn.Module, layout: FlatLayout, area: WorkerArea) -> None:
+    def __init__(self, model: nn.Module, layout: FlatLayout, area: WorkerArea, *, taps: bool = True) -> None:
         self.model = model
         self._layout = layout
         named = dict(model.named_parameters())
@@ -173,7 +173,7 @@ class ReplicaModel:
         self._buffers_before = [buffer.clone() for buffer in self._buffers]
         self.use(area)
         self._names = list(self._parameters)
-        self._tap = GradientTap(list(self._parameters.values()), self._taken)
+        self._tap = GradientTap(list(self._parameters.values()) if taps else [], self._taken)
 
     def close(self) -> None:
         self._tap.close()
@@ -217,6 +217,12 @@ class ReplicaModel:
         """Restore the buffers from before the last forward."""
         if self._buffers:
             torch._foreach_copy_(self._buffers, self._buffers_before)
+
+    def take(self) -> None:
+        """Move the gradients of all parameters that have one into the area."""
+        for number, parameter in enumerate(self._parameters.values()):
+            if parameter.grad is not None:
+                self._taken(number, parameter)
 
     def end(self) -> None:
         """Write to the area's flags what this backward reached."""

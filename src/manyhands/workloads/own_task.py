@@ -1,0 +1,54 @@
+"""A Task of the user's own, named on a command line: `my_module:task`, or `models/mine.py:task`.
+
+The module is imported from where the command was typed. What is named is a Task, or a function without arguments that
+makes one. Nothing of a run is executed: the module is the user's, and the run has weights only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+from manyhands.errors import UserError, first_line, nearest
+from manyhands.task import Task
+
+__all__ = ["OWN_TASK", "own_task"]
+
+OWN_TASK = "MODULE:NAME"  # what help texts call it
+
+
+def own_task(text: str) -> Task:
+    """The Task that `text` names; UserError where there is none, with what its module raised."""
+    where, _, name = text.rpartition(":")
+    if not where or not name.isidentifier():
+        raise UserError(f"--task {text!r}: it must be {OWN_TASK}, such as my_module:task")
+    folder, module = Path.cwd(), where
+    if where.endswith(".py"):
+        file = Path(where).absolute()
+        if not file.is_file():
+            raise UserError(f"--task {text}: there is no file {where}")
+        folder, module = file.parent, file.stem
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:  # the module is the user's, and may raise anything
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"--task {text}: module {module} cannot be imported ({why})") from error
+    if not hasattr(found, name):
+        raise UserError(f"--task {text}: {module} has no {name!r}; {nearest(name, sorted(_offers(found)))}")
+    made = getattr(found, name)
+    if callable(made):
+        try:
+            made = made()
+        except TypeError as error:
+            why = f"{name} cannot be called without arguments: {first_line(error)}"
+            raise UserError(f"--task {text}: {why}") from error
+    if not isinstance(made, Task):
+        raise UserError(f"--task {text}: {name} gives a {type(made).__name__}; it must be a Task")
+    return made
+
+
+def _offers(module: object) -> list[str]:
+    return [name for name, value in vars(module).items() if isinstance(value, Task)] or ["task"]

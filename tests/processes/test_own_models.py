@@ -1,0 +1,178 @@
+"""An own CNN and an own transformer: trained by three strategies, asked, served under load with kills, on devices."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import manyhands as mh
+import own_models
+import warm
+from commands import run_command
+from fleet import Fleet
+from manyhands.lab.bench.inference import run_bench
+from manyhands.serving.batching import BatchLimits
+from manyhands.serving.model_server import ModelServer, ServeOptions
+from manyhands.serving.opening import open_predictor
+from manyhands.task import Task
+from served_load import asked, connected, under_load
+
+pytestmark = pytest.mark.timeout(150)
+
+HERE = Path(own_models.__file__)
+REQUESTS = 240
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy"),
+    [
+        (own_models.cnn, "mirrored"),
+        (own_models.cnn, "ps"),
+        (own_models.cnn, "pipeline stages=2"),
+        (own_models.transformer, "allreduce"),
+        (own_models.transformer, "sharded"),
+        (own_models.transformer, "pipeline stages=2"),
+    ],
+)
+def test_trained_by_three_strategies_and_asked_alike(make: Any, strategy: str, tmp_path: Path) -> None:
+    task: Task = make()
+    run = mh.fit(task, strategy, workers=2, steps=12, out=tmp_path / "run")
+    predictor = open_predictor(tmp_path / "run", task)
+    values = (
+        ["ABC", "XY", "LMNOP"]
+        if make is own_models.transformer
+        else (own_models.images(3)[0].float() / 16).tolist()
+    )
+    write = task.write_answer or torch.Tensor.tolist
+    read = task.read_input or torch.tensor
+    with torch.inference_mode():
+        expected = [write(run.model.eval()(read(value)[None])[0]) for value in values]
+    found = predictor.answers(predictor.inputs(values))
+    if make is own_models.transformer:
+        assert found == expected
+    else:
+        np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+def test_texts_under_load_with_kills_are_neither_lost_nor_mixed(tmp_path: Path) -> None:
+    task = own_models.transformer()
+    mh.fit(task, "single", steps=60, out=tmp_path / "run")
+    predictor = open_predictor(tmp_path / "run", task)
+    drawn = np.random.default_rng(0)
+    texts = [
+        "".join(chr(65 + (start + place) % 26) for place in range(length))
+        for start, length in zip(
+            drawn.integers(0, 26, REQUESTS), drawn.integers(2, own_models.CONTEXT, REQUESTS), strict=True
+        )
+    ]
+    expected = [chr(65 + (ord(text[-1]) - 64) % 26) for text in texts]
+    options = ServeOptions(workers=2, batches=BatchLimits(wait_s=0.001, deadline_s=30.0))
+    with ModelServer(predictor, "letters", options) as server:
+        answers = under_load(server, texts, kills=2)
+        assert [answer["next"] for answer in answers] == expected, "each text has the letter after its own"
+        connection = connected(server)
+        status, said = asked(server, ["A" * (own_models.CONTEXT + 1)], connection)
+        assert (status, "a shape that it takes is 5" in said["error"]) == (400, True), said
+        status, said = asked(server, ["AB", 7], connection)
+        assert (status, said["error"][:7]) == (400, "input 1")
+        for path in ("/healthz", "/readyz"):
+            connection.close()
+            connection.request("GET", path)
+            assert connection.getresponse().status == 200
+        connection.close()
+        connection.request("GET", "/openapi.json", headers={"Authorization": f"Bearer {server.token}"})
+        described = json.loads(connection.getresponse().read())
+        sent = described["paths"]["/predict"]["post"]["requestBody"]["content"]["application/json"]
+        assert sent["example"] == {"inputs": ["HELLO"]}
+        connection.close()
+
+
+@pytest.mark.parametrize("name", ["cnn", "transformer"])
+def test_on_three_devices_over_https(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named, task = f"{HERE}:{name}", getattr(own_models, name)()
+    options = ("--min-reports", "3", "--deadline", "20", "--select", "5", "--hold", "1", "--linger", "10")
+    strategy = "epochs=2 batch=8"
+    with Fleet(
+        tmp_path, strategy, devices=3, rounds=3, options=("--over", "1", *options), own=named
+    ) as fleet:
+        fleet.until_end(90)
+        assert [len(row["counted"]) for row in fleet.rows()] == [3, 3, 3]
+        simulated = mh.fit(task, f"federated clients=3 {strategy}", rounds=3)
+        final = mh.load(fleet.run, task).state_dict()
+        for key, tensor in simulated.model.state_dict().items():
+            # AdamW moves each weight by about 0.1 in all, and scales the rounding of small gradients up as well.
+            torch.testing.assert_close(final[key], tensor, rtol=1e-3, atol=1e-3)
+        for number in range(3):
+            predictor = open_predictor(fleet.device_state(number), task)
+            for key, tensor in predictor.model.state_dict().items():
+                assert torch.equal(tensor, final[key]), f"device {number} has not the last model"
+    values = ["AB", "XYZ"] if name == "transformer" else (own_models.images(2)[0].float() / 16).tolist()
+    (tmp_path / "two.json").write_text(json.dumps(values))
+    words = ("predict", fleet.device_state(1), tmp_path / "two.json", "--task", named)
+    assert run_command(monkeypatch, *words) == 0
+    assert [len(json.loads(line)) for line in capsys.readouterr().out.splitlines()] == [2, 2]
+
+
+def test_the_command_serves_an_own_task_in_stages_with_a_given_token(tmp_path: Path) -> None:
+    mh.fit(own_models.transformer(), "single", steps=60, out=tmp_path / "run")
+    (tmp_path / "letters.py").write_text("import own_models\ntask = own_models.transformer()\n")
+    words = [
+        "--task",
+        "letters:task",
+        "--workers",
+        "1",
+        "--strategy",
+        "pipeline stages=2",
+        "--names",
+        "model.test",
+    ]
+    command = [sys.executable, "-m", "manyhands", "serve", "run", *words]
+    environment = {**os.environ, "MANYHANDS_TOKEN": "a-token-of-letters", "PYTHONPATH": str(HERE.parent)}
+    with warm.Popen(command, cwd=tmp_path, stderr=PIPE, text=True, env=environment) as process:
+        assert process.stderr is not None
+        report = ""
+        for line in process.stderr:
+            report += line
+            if line.startswith("Ctrl-C"):
+                break
+        assert "a-token-of-letters" not in report, "logs are kept"
+        found = re.search(r"curl -s http://(\S+)/predict -H .*MANYHANDS_TOKEN\" -d '(.*)'", report)
+        assert found is not None, report
+        assert json.loads(found[2]) == {"inputs": ["HELLO"]}
+        connection = http.client.HTTPConnection(found[1], timeout=60)
+        headers = {"Authorization": "Bearer a-token-of-letters", "Host": "model.test"}
+        connection.request("POST", "/predict", '{"inputs": ["ABC", "XY"]}', headers)
+        answer = connection.getresponse()
+        assert [one["next"] for one in json.loads(answer.read())["answers"]] == ["D", "Z"]
+        connection.request("GET", "/readyz", headers={"Host": "model.test"})
+        assert connection.getresponse().status == 200
+        connection.close()
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=30)[1]
+        assert "manyhands serve run --task letters:task starts it again" in said
+        assert process.returncode == 0
+
+
+def test_speed_is_measured_of_an_own_model_too() -> None:
+    result = run_bench([f"{HERE}:transformer"], ["fp32", "bf16"], [1, 4], [1], seconds=0.05)
+    assert [(row["precision"], row["batch"]) for row in result["rows"]] == [
+        ("fp32", 1),
+        ("bf16", 1),
+        ("fp32", 4),
+        ("bf16", 4),
+    ]
+    assert all(row["inputs_per_s"] > 0 for row in result["rows"])
+    assert result["rows"][0]["agreement"] == 1.0

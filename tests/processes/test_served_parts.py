@@ -1,0 +1,144 @@
+"""Models served in stages and slices: the answers of the whole model, whatever process of a worker is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import manyhands as mh
+import own_models
+from manyhands.serving.batching import BatchLimits
+from manyhands.serving.model_parts import cut_predictor
+from manyhands.serving.model_server import ModelServer, ServeOptions
+from manyhands.serving.opening import open_predictor
+from manyhands.strategy import Strategy
+from manyhands.workloads.predictor import Predictor
+from served_load import asked, connected, ready, under_load
+
+pytestmark = pytest.mark.timeout(120)
+
+TEXTS = ["ABC", "XYZA", "QRS", "LM", "GHIJK"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    mh.fit(own_models.cnn(), "single", steps=20, out=folder / "cnn")
+    mh.fit(own_models.transformer(), "single", steps=60, out=folder / "transformer")
+    mh.fit(mh.tasks.build("language", layers=2, context=16), "single", steps=2, out=folder / "language")
+    return folder
+
+
+def opened(runs: Path, name: str) -> Predictor[Any]:
+    makes = {"cnn": own_models.cnn, "transformer": own_models.transformer}
+    return open_predictor(runs / name, makes[name]() if name in makes else None)
+
+
+def values_for(name: str) -> list[Any]:
+    if name == "cnn":
+        return list((own_models.images(6, seed=3)[0].float() / 16).tolist())
+    return (
+        TEXTS
+        if name == "transformer"
+        else [{"prompt": text, "length": 8, "temperature": 0} for text in TEXTS]
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "precision"),
+    [
+        ("cnn", "pipeline stages=2", "fp32"),
+        ("transformer", "pipeline stages=3", "fp32"),
+        ("transformer", "pipeline stages=2", "bf16"),
+        ("transformer", "pipeline stages=2", "int8"),
+        ("language", "pipeline stages=2 cuts=2", "fp32"),
+        ("cnn", "tensor slices=2", "fp32"),
+        ("transformer", "tensor slices=2", "fp32"),
+        ("language", "tensor slices=2", "fp32"),
+    ],
+)
+def test_parts_answer_what_the_whole_model_does(runs: Path, name: str, strategy: str, precision: str) -> None:
+    values = values_for(name)
+    whole, predictor = opened(runs, name), opened(runs, name)
+    whole.precision = predictor.precision = precision
+    whole.prepare()
+    expected = whole.answers(whole.inputs(values))
+    cut_predictor(predictor, Strategy.parse(strategy))
+    assert not list(predictor.model.parameters()), "this process keeps no weights"
+    with ModelServer(predictor, name, ServeOptions(workers=1)) as server:
+        connection = connected(server)
+        status, said = asked(server, values, connection)
+        assert status == 200, said
+        if name == "cnn":
+            np.testing.assert_allclose(said["answers"], expected, rtol=1e-5)
+        else:
+            assert [one.get("next", one.get("text")) for one in said["answers"]] == [
+                one.get("next", one.get("text")) for one in expected
+            ]
+        if name == "transformer":
+            status, said = asked(server, ["A" * (own_models.CONTEXT + 1)], connection)
+            assert (status, "a shape that it takes is 5" in said["error"]) == (400, True), said
+            assert asked(server, values, connection)[0] == 200, "the next request is answered"
+        connection.close()
+        assert server.view().deaths == 0
+
+
+def later_parts() -> list[int]:
+    """Processes that hold a part other than the first; the kernel shows 15 letters of a name."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if (folder / "comm").read_text().strip().endswith((", stage", ", slice")):
+                found.append(int(folder.name))
+        except OSError:  # it has ended since
+            continue
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["pipeline stages=2", "tensor slices=2"])
+def test_a_part_that_is_killed_takes_its_worker_with_it_and_nothing_is_lost_or_mixed(
+    runs: Path, strategy: str
+) -> None:
+    predictor = opened(runs, "transformer")
+    cut_predictor(predictor, Strategy.parse(strategy))
+    texts = [chr(65 + number % 26) + chr(65 + (number + 1) % 26) for number in range(240)]
+    expected = [chr(65 + (number + 2) % 26) for number in range(240)]
+    options = ServeOptions(workers=2, batches=BatchLimits(wait_s=0.001, deadline_s=30.0))
+    with ModelServer(predictor, "letters", options) as server:
+        answers = under_load(server, texts, kills=1, victim=lambda: min(later_parts()))
+        assert [answer["next"] for answer in answers] == expected
+        until = time.monotonic() + 60
+        while len(ready(server)) < 2:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        os.kill(ready(server)[0], signal.SIGKILL)  # the first process of a worker
+        connection = connected(server)
+        for text, letter in zip(texts[:20], expected, strict=False):
+            status, said = asked(server, [text], connection)
+            assert (status, said["answers"][0]["next"]) == (200, letter)
+        connection.close()
+        assert any("stage 1" in note or "slice 1" in note for note in server.view().notes), (
+            server.view().notes
+        )
+    assert not later_parts()
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "said"),
+    [
+        ("cnn", "mirrored", "served in parts by pipeline or tensor; leave it out"),
+        ("cnn", "pipeline stages=9", "is a chain of 7 layers; use fewer stages"),
+        ("cnn", "pipeline stages=2 cuts=1,2", "2 parts need 1 cuts"),
+        ("cnn", "pipeline stages=2 tensor=2", "leave tensor out"),
+        ("cnn", "tensor", "say how many slices"),
+    ],
+)
+def test_what_cannot_be_cut_gets_a_sentence(runs: Path, name: str, strategy: str, said: str) -> None:
+    with pytest.raises(mh.errors.UserError, match=said):
+        cut_predictor(opened(runs, name), Strategy.parse(strategy))

@@ -1,0 +1,107 @@
+"""Tables as a user meets them: from a CSV file to a model and to predictions, for each workload, and what is wrong."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import manyhands as mh
+from commands import run_command
+
+pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'manyhands[tables]'")
+pytestmark = pytest.mark.timeout(300)
+
+CITIES = np.array(["Oslo", "Rome, Italy", "Bonn"])
+
+
+def csv(rows: int, seed: int, *, target: bool = True) -> str:
+    draw = np.random.default_rng(seed)
+    city, age = draw.integers(0, 3, rows), draw.normal(40, 9, rows).round(2)
+    happy = (city == 1) ^ (age > 45)
+    lines = ["id,age,city" + ",happy" * target]
+    for at in range(rows):
+        label = f",{'yes' if happy[at] else 'no'}" * target
+        lines.append(f'p{at},{age[at] if at % 10 else ""},"{CITIES[city[at]]}"{label}')
+    return "\n".join(lines) + "\n"
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("train.csv.gz").write_bytes(gzip.compress(csv(2_000, 0).encode()))
+    Path("test.csv").write_text(csv(300, 1))
+    Path("new.csv").write_text(csv(40, 2, target=False).replace("Bonn", "Atlantis", 1))
+    return tmp_path
+
+
+def test_csv_to_model_to_predictions(
+    files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*words: str) -> str:
+        assert run_command(monkeypatch, *words) == 0
+        return capsys.readouterr().err
+
+    shared = ("--train", "train.csv.gz", "--test", "test.csv", "--target", "happy", "--drop", "id")
+    run("train", "gbdt", *shared, "--trees", "20", "--memory", "16MiB", "--out", "trees")
+    assert json.loads(Path("trees/summary.json").read_text())["accuracy"] > 0.95
+    run("train", "logreg", *shared, "--memory", "0", "--out", "line")
+    assert json.loads(Path("line/summary.json").read_text())["accuracy"] > 0.6
+    for name in ("trees", "line"):
+        said = run("predict", name, "new.csv", "--out", "chances.txt")
+        assert "1 values of new.csv are categories that training did not have; they count as missing" in said
+        assert len(Path("chances.txt").read_text().split()) == 40
+    table = ("--path", "train.csv.gz", "--drop", "id,happy", "--skip-bad")
+    said = run("train", "svd", *table, "--rank", "2", "--out", "axes")
+    assert "200 bad rows of train.csv.gz left out" in said  # every tenth age is missing
+    assert json.loads(Path("axes/summary.json").read_text())["columns"] == 4
+    said = run("predict", "axes", "test.csv", "--skip-bad", "--out", "coordinates.txt")
+    assert "30 bad lines of test.csv were skipped" in said
+    assert len(Path("coordinates.txt").read_text().splitlines()) == 270
+
+
+def test_what_is_wrong_with_a_table_ends_with_2_and_one_line(
+    files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = csv(50, 0).splitlines()
+    lines[8] = "p7,nine,Oslo,yes"
+    lines[9] += ",more"
+    Path("bad.csv").write_text("\n".join(lines))
+    for command in (("gbdt", "--train"), ("logreg", "--train"), ("svd", "--path")):
+        words: tuple[Any, ...] = ("train", *command, "bad.csv", "--drop", "id")
+        target = ("--target", "happy") if command[0] != "svd" else ("--drop", "id,happy")
+        assert run_command(monkeypatch, *words, *target) == 2
+        said = capsys.readouterr().err.strip().splitlines()
+        assert len(said) == 1
+        assert "bad.csv, row 9 has 5 fields, but there are 4 columns" in said[0]
+        if command[0] != "svd":
+            assert run_command(monkeypatch, *words, *target, "--skip-bad") == 0
+            assert "2 bad" in capsys.readouterr().err
+        assert run_command(monkeypatch, *words, "--drop", "ID") == 2
+        assert "has no column 'ID'" in capsys.readouterr().err
+
+
+def test_workers_give_the_trees_of_one(files: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    table = pandas.read_csv("train.csv.gz")[["age", "city", "happy"]]
+    table["city"] += table["happy"].where(np.arange(2_000) % 5 == 0, "")
+    labels = np.where(table["happy"] == "yes", 2, np.arange(2_000) % 2)
+    alone, two = (
+        mh.sklearn.GradientBoostingClassifier(n_estimators=5, workers=workers).fit(
+            table[["age", "city"]], labels
+        )
+        for workers in (1, 2)
+    )
+    np.testing.assert_array_equal(
+        alone.predict_proba(table[["age", "city"]]), two.predict_proba(table[["age", "city"]])
+    )
+    assert alone.classes_.tolist() == [0, 1, 2]
+    line = mh.sklearn.LogisticRegression(workers=2).fit(table[["age", "city"]], labels)
+    assert line.predict_proba(table[["age", "city"]]).shape == (2_000, 3)
+    values = np.random.default_rng(0).normal(size=(200, 6))
+    axes = [mh.sklearn.TruncatedSVD(2, workers=workers).fit(values).singular_values_ for workers in (1, 2)]
+    np.testing.assert_allclose(*axes, rtol=1e-7)
