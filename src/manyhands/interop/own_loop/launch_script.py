@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,15 +92,20 @@ def launch(
     chosen = choose(requested, [range(workers)])  # refuses a strategy that cannot be
     check_device(device or "cpu")
     check_watchdog_s(watchdog_s)
+    asked: Any = {"requested": requested, "requested_device": device}
+    run = ScriptRun(path, tuple(arguments), workers=workers, strategy=chosen, **asked)
     if cluster is not None:
         if out is not None:
             raise UserError(f"out={out} with cluster={cluster}: call mh.join(out=...) in the script instead")
-        asked: Any = {"requested": requested, "requested_device": device}
-        return _run_at_place(
-            cluster, ScriptRun(path.resolve(), tuple(arguments), workers=workers, strategy=chosen, **asked)
-        )
+        return _run_at_place(cluster, run)
     check_capacity(of_processes(), sum(chosen.processes(workers).values()), allow_overload=allow_overload)
-    job = partial(run_script, script=path, arguments=tuple(arguments), strategy=requested, device=device)
+    return _run_here(run, watchdog_s, out)
+
+
+def _run_here(script: ScriptRun, watchdog_s: float, out: str | Path | None) -> dict[str, Any]:
+    path, chosen, workers = script.script, script.strategy, script.workers
+    asked: Any = {"strategy": script.requested, "device": script.requested_device}
+    job = partial(run_script, script=path, arguments=script.arguments, **asked)
     with ExitStack() as stack:
         directory = None
         if out is not None:
@@ -114,7 +120,7 @@ def launch(
             if directory is not None:
                 directory.record_end(error, time.monotonic() - began)
             raise
-        sharing = sharing_sentence(device or "cpu", workers)
+        sharing = sharing_sentence(script.device, workers)
         summary = {
             "task": path.name,
             "strategy": str(chosen),
@@ -135,7 +141,7 @@ def launch(
 
 def _run_at_place(cluster: str, script: ScriptRun) -> dict[str, Any]:
     began = time.monotonic()
-    find_place(cluster, {}).run(script)
+    find_place(cluster, {}).run(replace(script, script=script.script.resolve()))
     facts: dict[str, Any] = {"task": script.script.name, "strategy": str(script.strategy)}
     facts |= {"workers": script.workers, "joined": True, "seconds": time.monotonic() - began}
     return {**facts, "notes": [], "per_worker": []}
