@@ -93,6 +93,8 @@ class PartedModel(nn.Module):
             other.send(inputs)
         try:
             return self.first(*inputs)
+        except UserError:  # of the input, on every slice alike
+            raise
         except ManyhandsError as error:  # of the links: the slices are out of step, and stay so
             raise PartLost(str(error)) from error
         finally:
@@ -224,7 +226,7 @@ class ModelParts:
 
     def roles(self, worker: str, stack: ExitStack) -> tuple[dict[str, int], list[Role]]:
         """Descriptors that the first process needs besides, and the others' roles; the stack closes our copies."""
-        if self.count == 1:
+        if not self._packed:
             return {}, []
         mesh = None if self._chained else stack.enter_context(SharedMesh(self.count))
         first, roles = self._inherited(mesh, 0), []
