@@ -165,13 +165,16 @@ def _frame(tensors: Mapping[str, Tensor]) -> bytes:
 
 def received(stream: BinaryIO) -> bytes | None:
     """The next frame; None where the other side is gone."""
-    head = stream.read(LENGTH.size)
-    if len(head) < LENGTH.size:
+    try:
+        head = stream.read(LENGTH.size)
+        if len(head) < LENGTH.size:
+            return None
+        (length,) = LENGTH.unpack(head)
+        if length > MAX_FRAME_BYTES:
+            raise ManyhandsError(f"a frame announces {length} bytes; at most {MAX_FRAME_BYTES} are allowed")
+        body = stream.read(length)
+    except ConnectionError:  # it was killed before it had read all that was sent
         return None
-    (length,) = LENGTH.unpack(head)
-    if length > MAX_FRAME_BYTES:
-        raise ManyhandsError(f"a frame announces {length} bytes; at most {MAX_FRAME_BYTES} are allowed")
-    body = stream.read(length)
     return None if len(body) < length else body
 
 
