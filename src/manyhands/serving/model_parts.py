@@ -140,7 +140,13 @@ def compute_for(connection: socket.socket, module: nn.Module, name: str, *, answ
     """Apply `module` to what the first process sends, until that is gone; it `answers` with the output, or is done."""
     with connection, connection.makefile("rb") as stream, torch.inference_mode():
         while (body := received(stream)) is not None:
-            connection.sendall(_computed(module, _tensors(body), name, answers=answers))
+            try:
+                connection.sendall(_computed(module, _tensors(body), name, answers=answers))
+            except (
+                BrokenPipeError,
+                ConnectionResetError,
+            ):  # the first process is gone, and nobody reads this
+                return
 
 
 def _computed(module: nn.Module, given: Sequence[Tensor], name: str, *, answers: bool) -> bytes:
