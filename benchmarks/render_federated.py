@@ -31,10 +31,11 @@ def federated_mnist() -> str:
 def federated_gpu() -> str:
     """How many simulated clients train in a second on a GPU."""
     result = load("federated-gpu")
-    rows = [["model and clients", "clients in a round", "clients/s"]]
-    for one in result["settings"].values():
-        rows.append([one["about"], str(one["each_round"]), f"{one['manyhands']['clients_per_s']:,.0f}"])
-    return f"**{result['machine']}**\n\n{markdown(rows)}"
+    rates = [
+        f"{one['manyhands']['clients_per_s']:,.0f} clients/s of {one['about'].partition(',')[0]}"
+        for one in result["settings"].values()
+    ]
+    return f"On {result['machine']}: {'; '.join(rates)}."
 
 
 def federated_flower() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import math
 import random
@@ -181,6 +182,13 @@ def test_a_request_gets_an_answer_for_each_input() -> None:
     assert answer.headers["cache-control"] == "no-store"
 
 
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", "image/png"])
+def test_a_body_is_read_as_json_whatever_its_content_type_says(kind: str) -> None:
+    """That of `curl -d`, say; what is not JSON is refused as that."""
+    assert asked({"inputs": [1]}, **{"content-type": kind}).json() == {"answers": [2.0]}
+    assert asked(b"--x", **{"content-type": kind}).status_code == 400
+
+
 async def in_pieces() -> Any:
     for _ in range(200):
         yield b"1" * 10
@@ -197,6 +205,9 @@ async def slowly() -> Any:
     [
         (b"", 400, "The body is not JSON"),
         (b"inputs=1", 400, "The body is not JSON"),
+        (b'{"inputs": [NaN]}', 400, "NaN is no number in JSON; null says that one is missing"),
+        (b'{"inputs": [1, -Infinity]}', 400, "-Infinity is no number in JSON"),
+        (gzip.compress(b'{"inputs": [1]}'), 400, "The body is not JSON"),
         (b'{"inputs": [1]}'.decode().encode("utf-16"), 400, "The body is not JSON"),
         (b"[" * 900, 400, "The body is not JSON"),
         ([1, 2], 400, 'no array of inputs; send {"inputs": [...]}'),
