@@ -119,7 +119,16 @@ def own_columns(seeds: Iterable[Mapping[str, Any]], name: str) -> list[str]:
 def federated_privacy() -> str:
     """ε asked and ε spent, by the accountants of dp-accounting."""
     result = load("federated-privacy")
-    head = ["of 200 clients", "rounds", "of a client", "noise", "ε asked", "ε spent", "nearly exact", "accuracy"]
+    head = [
+        "of 200 clients",
+        "rounds",
+        "of a client",
+        "noise",
+        "ε asked",
+        "ε spent",
+        "nearly exact",
+        "accuracy",
+    ]
     rows = [head]
     for name, one in result["settings"].items():
         spent = one["spent"]

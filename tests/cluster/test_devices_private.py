@@ -125,7 +125,9 @@ def test_a_resumed_server_stays_within_its_budget(tmp_path: Path) -> None:
         to_the_end(devices_of(served, tmp_path, 3))
         first = served.server._job.strategy.noise
     with (
-        pytest.raises(UserError, match=r"epsilon=6: the run to resume has spent 6 of it, .* leaves 0 of 2 more"),
+        pytest.raises(
+            UserError, match=r"epsilon=6: the run to resume has spent 6 of it, .* leaves 0 of 2 more"
+        ),
         serving(job_for("clients=3 epsilon=6", rounds=5), tmp_path / "run", resume=True),
     ):
         pass

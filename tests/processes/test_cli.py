@@ -66,7 +66,9 @@ def test_train_takes_what_fit_logs_traces_and_restores(
     assert "Optimizer.step" in (tmp_path / "traces" / "worker-0.json").read_text()
     assert run_command(monkeypatch, "train", "digits", "--steps", "4", "--log", "lr,norm") == 2
     [sentence] = capfd.readouterr().err.splitlines()[-1:]
-    assert sentence == "manyhands: log: 'norm' is not known; allowed: lr, grad_norm; did you mean 'grad_norm'?"
+    assert (
+        sentence == "manyhands: log: 'norm' is not known; allowed: lr, grad_norm; did you mean 'grad_norm'?"
+    )
 
 
 def wrong_idx(folder: Path) -> Path:

@@ -58,7 +58,9 @@ def test_every_device_and_the_server_are_killed_and_every_round_counts_once(tmp_
 def test_control_variates_are_consistent_after_kills_of_devices_and_server(tmp_path: Path) -> None:
     """The server's is the mean of the devices' own, by their samples: no change is lost, and none is there twice."""
     rounds, options = 4, ("--min-reports", "3", *OPTIONS[2:])
-    with Fleet(tmp_path, f"{STRATEGY} algorithm=scaffold", devices=3, rounds=rounds, options=options) as fleet:
+    with Fleet(
+        tmp_path, f"{STRATEGY} algorithm=scaffold", devices=3, rounds=rounds, options=options
+    ) as fleet:
         for done in range(rounds - 1):
             fleet.until_round(done, 60)
             fleet.strike(done)

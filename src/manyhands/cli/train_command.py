@@ -62,7 +62,9 @@ class _TrainOptions(RunOptions):
     restore_best: bool = option(
         False, "End with the weights of the best evaluation, not of the last step.", "--restore-best"
     )
-    log: str = option("", "Log these of each step: lr,grad_norm, or one of them.", metavar="NAMES", shown=False)
+    log: str = option(
+        "", "Log these of each step: lr,grad_norm, or one of them.", metavar="NAMES", shown=False
+    )
     profile: Path | None = option(
         None, "Trace three steps of each worker into this folder, with torch.profiler.", metavar="DIR"
     )

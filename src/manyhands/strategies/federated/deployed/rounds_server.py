@@ -437,7 +437,9 @@ class RoundServer:
             )
         told = measured if math.isnan(loss) else {"loss": loss, **measured}
         shown = "".join(f"  {name} {value:.4f}" for name, value in told.items())
-        self.notify(f"round {self.state.done} of {self._terms.rounds}: {num_of(len(counted), 'update')}{shown}")
+        self.notify(
+            f"round {self.state.done} of {self._terms.rounds}: {num_of(len(counted), 'update')}{shown}"
+        )
 
     def _forget(self) -> None:
         self._came, self._norms = [], {}
