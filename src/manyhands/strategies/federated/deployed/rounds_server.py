@@ -435,8 +435,8 @@ class RoundServer:
                 f"round {self.state.done}: rejected the update of {came}: larger than "
                 f"norm_ratio={self._terms.norm_ratio:g} times the median of {usual:.2g}"
             )
-        told = measured if math.isnan(loss) else {"loss": loss, **measured}
-        shown = "".join(f"  {name} {value:.4f}" for name, value in told.items())
+        figures = measured if math.isnan(loss) else {"loss": loss, **measured}
+        shown = "".join(f"  {name} {value:.4f}" for name, value in figures.items())
         self.notify(
             f"round {self.state.done} of {self._terms.rounds}: {num_of(len(counted), 'update')}{shown}"
         )
