@@ -18,6 +18,7 @@ from render_federated import (
     federated_gpu,
     federated_mnist,
     federated_noniid,
+    federated_privacy,
     federated_roles,
 )
 from render_gpu_nccl import nccl_steps
@@ -388,6 +389,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "federated gpu": federated_gpu,
     "federated mnist": federated_mnist,
     "federated noniid": federated_noniid,
+    "federated privacy": federated_privacy,
     "federated roles": federated_roles,
     "regression": regression_speed,
     "gbdt": gbdt_speed,

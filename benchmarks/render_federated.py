@@ -114,3 +114,34 @@ def own_columns(seeds: Iterable[Mapping[str, Any]], name: str) -> list[str]:
     """How good the models are which clients use themselves: their mean, and the worst."""
     own = [one["own"][name] for one in seeds]
     return [f"{statistics.median(one[which] for one in own):.1%}" for which in ("mean", "worst")]
+
+
+def federated_privacy() -> str:
+    """ε asked and ε spent, by the accountants of dp-accounting."""
+    result = load("federated-privacy")
+    head = [
+        "of 200 clients",
+        "rounds",
+        "of a client",
+        "noise",
+        "ε asked",
+        "ε spent",
+        "nearly exact",
+        "accuracy",
+    ]
+    rows = [head]
+    for name, one in result["settings"].items():
+        spent = one["spent"]
+        rows.append(
+            [
+                name,
+                str(one["rounds"]),
+                str(one["rounds_of_a_client"]),
+                f"{one['noise']:g}",
+                f"{one['asked']:g}",
+                f"{spent['rdp']:.3f}",
+                f"{spent['pld']:.3f}",
+                f"{one['accuracy']:.1%}",
+            ]
+        )
+    return f"**dp-accounting {result['dp_accounting']}**, δ = 1e-5\n\n{markdown(rows)}"
