@@ -82,8 +82,8 @@ class OwnPredictor(ModulePredictor[list[OwnInput]]):
                 raise UserError(f"task {task.name!r}: its example_input: {error}") from error
             except (TypeError, ValueError) as error:
                 raise UserError(
-                    f"task {task.name!r}: its example_input is not JSON ({first_line(error)}); give numbers, texts, lists "
-                    "or dicts of them"
+                    f"task {task.name!r}: its example_input is not JSON ({first_line(error)}); give numbers, texts, "
+                    "lists or dicts of them"
                 ) from error
 
     @property
