@@ -159,6 +159,46 @@ def test_on_three_devices_over_https_of_which_one_is_killed(
     assert [len(json.loads(line)) for line in capsys.readouterr().out.splitlines()] == [2, 2]
 
 
+@pytest.mark.parametrize("name", ["cnn", "transformer"])
+def test_the_commands_export_it_and_name_the_row_of_a_file_that_is_wrong(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    task, named = getattr(own_models, name)(), ("--task", f"{HERE}:{name}")
+    mh.fit(task, "single", steps=3, out="run")
+    values: list[Any] = (
+        (own_models.images(1600)[0].float() / 16).tolist()
+        if name == "cnn"
+        else [chr(65 + number % 26) * (1 + number % 5) for number in range(1600)]
+    )
+    values[1500] = [[[0.5] * 8] * 7] if name == "cnn" else "A" * (own_models.CONTEXT + 1)
+    Path("many.json").write_text(json.dumps(values))
+    assert run_command(monkeypatch, "predict", "run", "many.json", *named) == 2
+    shape = "1×7×8 (float64)" if name == "cnn" else "13 (int64)"
+    assert f"input 1500 has shape {shape}" in capsys.readouterr().err
+    assert run_command(monkeypatch, "export", "run", "--out", "model.safetensors", *named) == 0
+    program = ("export", "run", "--format", "torch-export", "--out", "model.pt2", *named)
+    assert run_command(monkeypatch, *program) == 0
+    capsys.readouterr()
+    for place in ("run", "model.safetensors"):
+        words = ("predict", place, "many.json", "--skip-bad", "--out", f"{place}.txt", *named)
+        assert run_command(monkeypatch, *words) == 0
+        assert "1 bad lines of many.json were skipped" in capsys.readouterr().err
+    answers = [json.loads(line) for line in Path("run.txt").read_text().splitlines()]
+    assert len(answers) == 1599
+    assert Path("model.safetensors.txt").read_text() == Path("run.txt").read_text()
+    loaded, read = torch.export.load("model.pt2").module(), task.read_input or torch.tensor
+    chosen = [number for number in range(1599) if name == "cnn" or number % 5 == 4][:40]
+    batch = torch.stack([read(values[number]) for number in chosen])
+    with torch.inference_mode():
+        found = [(task.write_answer or torch.Tensor.tolist)(row) for row in loaded(batch)]
+    for number, one in zip(chosen, found, strict=True):
+        pairs = (
+            (one, answers[number]) if name == "cnn" else (one["probability"], answers[number]["probability"])
+        )
+        np.testing.assert_allclose(*pairs, rtol=0, atol=2e-4)
+
+
 def test_the_command_serves_an_own_task_in_stages_with_a_given_token(tmp_path: Path) -> None:
     mh.fit(own_models.transformer(), "single", steps=60, out=tmp_path / "run")
     (tmp_path / "letters.py").write_text("import own_models\ntask = own_models.transformer()\n")

@@ -7,11 +7,13 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import manyhands as mh
 import own_models
@@ -93,6 +95,21 @@ def test_parts_answer_what_the_whole_model_does(runs: Path, name: str, strategy:
         assert server.view().deaths == 0
 
 
+def test_an_input_that_no_slice_can_take_ends_no_worker(runs: Path) -> None:
+    task = replace(own_models.cnn(), read_input=torch.tensor, example_input=torch.zeros(1, 8, 8).tolist())
+    predictor = open_predictor(runs / "cnn", task)
+    cut_predictor(predictor, Strategy.parse("tensor slices=2"))
+    with ModelServer(predictor, "sides", ServeOptions(workers=1)) as server:
+        connection = connected(server)
+        for channels, expected in ((2, 400), (1, 200), (3, 400), (1, 200)):
+            status, said = asked(server, [torch.zeros(channels, 8, 8).tolist()], connection)
+            assert status == expected, said
+            if status == 400:
+                assert f"input 0 has shape {channels}×8×8 (float32), which the model cannot" in said["error"]
+        connection.close()
+        assert server.view().deaths == 0, server.view().notes
+
+
 def later_parts() -> list[int]:
     """Children of this process that hold a part other than the first; the kernel shows 15 letters of a name."""
     found = []
@@ -119,7 +136,7 @@ def test_a_request_in_a_part_that_dies_or_stops_is_computed_by_the_next(runs: Pa
     """One worker, whose second process is stopped, so that it has the request when it is killed, or silent."""
     predictor = opened(runs, "transformer")
     cut_predictor(predictor, Strategy.parse(strategy))
-    options = ServeOptions(workers=1, batches=BatchLimits(wait_s=0.0, deadline_s=20.0))
+    options = ServeOptions(workers=1, batches=BatchLimits(wait_s=0.0, deadline_s=45.0))
     with ModelServer(predictor, "letters", options) as server, ThreadPoolExecutor() as clients:
         for silent in (False, True):
             awaited(lambda: len(ready(server)) == 1, "the worker is ready")

@@ -7,6 +7,7 @@ import gzip
 import json
 import math
 import random
+import socket
 import time
 from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
@@ -174,6 +175,15 @@ def test_names_and_a_token_may_be_given() -> None:
     for token in ("short", "with a space in between", "ünïcödé-of-sixteen-letters"):
         with pytest.raises(UserError, match="at least 16 letters"):
             ServeOptions(token=token)
+
+
+def test_no_part_of_an_answer_waits_for_the_client_to_confirm_another() -> None:
+    """Which took 40 ms on every connection that was kept: asyncio leaves sockets as they are that it has not opened."""
+    listening = Listening("127.0.0.1", 0, "the server")
+    with listening.socket, socket.create_connection(listening.socket.getsockname(), 5):
+        accepted, _ = listening.socket.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_a_request_gets_an_answer_for_each_input() -> None:

@@ -192,6 +192,9 @@ def test_without_data_an_example_says_what_the_model_takes() -> None:
         UserError, match=r"its example_input: input 0 has shape 1 \(int64\); it must be an array of shape 3"
     ):
         asking(of_linear(example_input=[1]))
+    for example in (np.zeros(3), torch.zeros(3), [0, 0, float("nan")]):
+        with pytest.raises(UserError, match=r"its example_input is not JSON \(.*\); give numbers"):
+            asking(of_linear(example_input=example))
 
 
 def test_a_model_whose_output_has_no_row_for_each_input_never_mixes_answers() -> None:

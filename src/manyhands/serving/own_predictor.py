@@ -76,9 +76,15 @@ class OwnPredictor(ModulePredictor[list[OwnInput]]):
                 self._example = as_json(torch.zeros_like(first))
         if task.example_input is not None:
             try:
+                json.dumps(task.example_input, allow_nan=False)
                 self._first = self._row(0, task.example_input).tensors
             except UserError as error:
                 raise UserError(f"task {task.name!r}: its example_input: {error}") from error
+            except (TypeError, ValueError) as error:
+                raise UserError(
+                    f"task {task.name!r}: its example_input is not JSON ({first_line(error)}); give numbers, texts, "
+                    "lists or dicts of them"
+                ) from error
 
     @property
     def example(self) -> Any:
