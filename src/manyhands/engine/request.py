@@ -227,7 +227,9 @@ def _check_heeded(task: AnyTask, strategy: Strategy, options: Options) -> None:
         if asked and task.evaluation is None:
             raise UserError(f"{name}: the task has no evaluation data; give evaluation= too")
     if options.restore_best and task.compiled:
-        raise UserError(f"restore_best: steps of task {task.name!r} change the one model in place; leave it out")
+        raise UserError(
+            f"restore_best: steps of task {task.name!r} change the one model in place; leave it out"
+        )
     if stopping is None:
         return
     names = ["evaluation_loss", *task.metrics]
