@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore
@@ -39,6 +39,7 @@ from manyhands.strategies.ps.live.loop_launcher import launch_scripts
 from manyhands.strategies.ps.live.loop_outside import join_scripts, lead_scripts
 from manyhands.strategies.ps.live.ps_job import MemberContext, MemberResources
 from manyhands.strategies.ps.live.ps_members import ps_ranks
+from manyhands.strategies.ps.live.replayed_loop import ReplayedLoop, write_orders
 from manyhands.strategies.ps.live.server_process import serve_with
 from manyhands.strategies.ps.live.snapshots import ShardSnapshots
 from manyhands.strategies.ps.live.worker_process import SlotSession
@@ -160,12 +161,14 @@ class ServedLoop(LoopEnd):
         self._line: ControlConnection | None = None  # to a leader that has not started this process
 
     @classmethod
-    def open(cls, place: ProcessPlace, name: str, strategy: Strategy, timeout_s: float) -> Self:
+    def open(cls, place: ProcessPlace, name: str, strategy: Strategy, timeout_s: float) -> LoopEnd:
         assert isinstance(strategy, Ps), "the registry leads here from ps alone"
         store = GroupStore(PrefixStore(f"{name}/values", place.open_store(timeout_s)), timeout_s)
         if place.launched is not None:
             if place.launched.joins > 1:
                 raise UserError(f"a second group, {name!r}: a script joins one group under ps")
+            if place.launched.replays is not None:
+                return ReplayedLoop(place, strategy, place.launched.replays, store, timeout_s)
             job = MemberResources.inherited(place.launched.context).job()
             assert isinstance(job, LoopJob), "launch has started this process"
             slot = None if place.role == "ps" else place.rank
@@ -294,6 +297,8 @@ class ServedLoop(LoopEnd):
         body = self._body
         counts = {name: getattr(body, name) for name in ("messages_sent", "bytes_sent", "samples")}
         counts["recorded"] = body.recorder.kept
+        if self.rank == 0 and self._job.run_path is not None:
+            write_orders(self._job.run_path, self.store, self.world, self._loads)
         self._release()
         self._end_well(counts)
 
