@@ -18,6 +18,7 @@ from render_federated import (
     federated_gpu,
     federated_mnist,
     federated_noniid,
+    federated_privacy,
     federated_roles,
 )
 from render_gpu_nccl import nccl_steps
@@ -47,9 +48,10 @@ def backend_speed() -> str:
     """`dist.all_reduce` on the drop-in backend at each size and number of ranks."""
     names = ["backend-2", "backend-4", *(f"backend-16core-{ranks}" for ranks in (2, 4, 8, 16))]
     results = [load(name) for name in names]
-    rows = [["ranks on cores", *(format_bytes(row["size_bytes"]) for row in results[0]["results"])]]
+    sizes = [1 << 10, 64 << 10, 1 << 20, 25 << 20, 64 << 20]
+    rows = [["ranks on cores", *map(format_bytes, sizes)]]
     for result in results:
-        ours = [row["contenders"]["manyhands"] for row in result["results"]]
+        ours = [row["contenders"]["manyhands"] for row in result["results"] if row["size_bytes"] in sizes]
         cells = [f"{show_time(cell['median_us'])}, {show_ratio(cell['times_gloo'])}" for cell in ours]
         rows.append([f"{result['workers']} on {result['cores']}", *cells])
     return markdown(rows)
@@ -255,7 +257,7 @@ def svd_speed() -> str:
         times = [f"{row[name]:.3g}" for name in ("peer_cpu_s", "ours_cpu_s")]
         errors = [f"{row[name]:.0e}" for name in ("peer_error", "ours_error")]
         line = [
-            row["work"],
+            "" if row["work"] in (one[0] for one in rows) else row["work"],
             f"`{row['peer']}`",
             errors[0],
             *times,
@@ -278,6 +280,8 @@ def stragglers(scenario: str) -> Callable[[], str]:
     def render() -> str:
         rows = [["consistency", "live: updates/s", "waiting", "simulated: updates/s", "waiting"]]
         for row in load("stragglers")["scenarios"][scenario]:
+            if row["consistency"] in ("bounded:1", "bounded:16"):
+                continue
             cells = [
                 text
                 for one in (row["live"], row["simulated"])
@@ -385,6 +389,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "federated gpu": federated_gpu,
     "federated mnist": federated_mnist,
     "federated noniid": federated_noniid,
+    "federated privacy": federated_privacy,
     "federated roles": federated_roles,
     "regression": regression_speed,
     "gbdt": gbdt_speed,

@@ -22,7 +22,7 @@ def inference_speed() -> str:
         for row in result["rows"]
     }
     rows = [["model, workers × batch", *precisions]]
-    for model, workers, batch in dict.fromkeys(key[:3] for key in cells):
+    for model, workers, batch in dict.fromkeys(key[:3] for key in cells if key[2] != 8):
         found = [cells.get((model, workers, batch, precision), "") for precision in precisions]
         rows.append([f"{model}, {workers} × {batch}", *found])
     title = f"**{result['cores']} cores ({result['machine']}), torch {result['torch']}**"

@@ -33,7 +33,7 @@ def _tls_table(result: dict[str, Any]) -> str:
         table[0] += ["of it the receiver", "limit with TLS", "bare TLS socket"]
     for place in result["places"]:
         cells = {(row["num_bytes"], row["carrier"]): row for row in place["rows"]}
-        for size in dict.fromkeys(row["num_bytes"] for row in place["rows"]):
+        for size in sorted({row["num_bytes"] for row in place["rows"]} - {1 << 20}):
             line = [f"{place['place']}, {format_bytes(size)}"]
             plain, tls = (cells[size, f"link, {how}"]["bytes_per_s"] for how in ("plain", "TLS"))
             line += [
