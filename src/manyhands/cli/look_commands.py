@@ -281,14 +281,14 @@ def replay_command(asked: _ReplayOptions) -> None:
 
 
 def _replay_script(asked: _ReplayOptions, began: float) -> None:
-    from manyhands.cli.runs import start_own_workers
     from manyhands.interop.own_loop.replay_script import replay_script
+    from manyhands.places.place import ignore_environment
 
     if asked.until is not None or asked.save is not None:
         raise UserError(
             "--script: a script is replayed to its end, and writes its weights itself; leave --until and --save out"
         )
-    start_own_workers()
+    ignore_environment()
     assert asked.script is not None, "or nothing leads here"
     found = replay_script(asked.run, asked.script)
     took = f"{num_of(found.updates, 'update')} replayed in {time.monotonic() - began:.1f} s"

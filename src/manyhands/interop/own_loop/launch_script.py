@@ -46,7 +46,7 @@ def run_script(
     device: str | None,
     role: tuple[str, int] | None = None,
     world: int = 0,
-    replays: Path | None = None,
+    replays: Callable[..., Any] | None = None,
 ) -> Mapping[str, Any]:
     launched = process_place.Launched(
         context=context, strategy=strategy, device=device, role=role, world=world, replays=replays

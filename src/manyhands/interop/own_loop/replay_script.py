@@ -16,8 +16,9 @@ from manyhands.native.version import __version__
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.places.local.supervisor import LocalCluster, Role
 from manyhands.places.place import LAUNCHER_VARIABLE
-from manyhands.strategies.ps.live.replayed_loop import read_orders, recorded_order
+from manyhands.strategies.ps.live.loop_job import read_orders
 from manyhands.strategies.ps.replay import is_same
+from manyhands.strategies.ps.replayed_loop import ReplayedLoop, recorded_order
 from manyhands.strategies.ps.update_files import read_record
 from manyhands.strategy import Strategy
 
@@ -48,6 +49,7 @@ def replay_script(run: Path, script: Path) -> ReplayedScript:
     read_orders(run)
     recorded_order(run, strategy.servers)
     job = partial(run_script, script=script, arguments=arguments, strategy=strategy, device=None)
+    replays = partial(ReplayedLoop.open, run_path=run.resolve())
     with ExitStack() as stack:
         files: dict[str, int] = {}
         for name in ("store", *(f"area-{slot}" for slot in range(record.workers))):
@@ -57,7 +59,7 @@ def replay_script(run: Path, script: Path) -> ReplayedScript:
         roles = []
         for kind, rank in names:
             ring = stack.enter_context(EventRing.create(role=rank))
-            target = partial(job, role=(kind, rank), world=record.workers + 1, replays=run.resolve())
+            target = partial(job, role=(kind, rank), world=record.workers + 1, replays=replays)
             name = f"worker {rank}" if kind == "worker" else "the replay"
             own = {**files, "events": ring.descriptor}
             roles.append(

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
 
 from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
@@ -48,7 +47,7 @@ class Launched:
     joins: int = 0  # how many groups the script has joined
     role: tuple[str, int] | None = None  # where servers are among the processes: worker or ps, and its number
     world: int = 0  # then, how many processes there are
-    replays: Path | None = None  # the recorded run that is executed again
+    replays: Callable[..., Any] | None = None  # opens the end of a recorded loop that is executed again
     counts: dict[str, Any] = field(default_factory=dict)  # what the process reports at its end
 
 

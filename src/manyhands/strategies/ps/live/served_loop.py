@@ -34,12 +34,11 @@ from manyhands.places.local.status import State
 from manyhands.strategies.common.consistency import SoftSync
 from manyhands.strategies.ps.client_core import Reason
 from manyhands.strategies.ps.live import reports
-from manyhands.strategies.ps.live.loop_job import LoopJob, begin_record, loop_job
+from manyhands.strategies.ps.live.loop_job import LoopJob, begin_record, loop_job, write_orders
 from manyhands.strategies.ps.live.loop_launcher import launch_scripts
 from manyhands.strategies.ps.live.loop_outside import join_scripts, lead_scripts
 from manyhands.strategies.ps.live.ps_job import MemberContext, MemberResources
 from manyhands.strategies.ps.live.ps_members import ps_ranks
-from manyhands.strategies.ps.live.replayed_loop import ReplayedLoop, write_orders
 from manyhands.strategies.ps.live.server_process import serve_with
 from manyhands.strategies.ps.live.snapshots import ShardSnapshots
 from manyhands.strategies.ps.live.worker_process import SlotSession
@@ -167,8 +166,6 @@ class ServedLoop(LoopEnd):
         if place.launched is not None:
             if place.launched.joins > 1:
                 raise UserError(f"a second group, {name!r}: a script joins one group under ps")
-            if place.launched.replays is not None:
-                return ReplayedLoop(place, strategy, place.launched.replays, store, timeout_s)
             job = MemberResources.inherited(place.launched.context).job()
             assert isinstance(job, LoopJob), "launch has started this process"
             slot = None if place.role == "ps" else place.rank

@@ -18,23 +18,22 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import count, takewhile
 from operator import ge
 from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import nn
+from torch._C._distributed_c10d import PrefixStore
 from torch.optim import Optimizer
 
-from manyhands.data.store.atomic import write_json
 from manyhands.data.store.checkpoint import Loaded
 from manyhands.engine.computing import Built, Computed
 from manyhands.engine.loop_end import GroupStore, LoopEnd, settings_text
 from manyhands.engine.reporting import WorkerContext
-from manyhands.errors import DataError, UserError
+from manyhands.errors import UserError
 from manyhands.places.external.process_place import ProcessPlace
 from manyhands.strategies.ps.live.area import WorkerArea
-from manyhands.strategies.ps.live.loop_job import NO_END, LoopJob, loop_job
+from manyhands.strategies.ps.live.loop_job import NO_END, LoopJob, loop_job, read_orders
 from manyhands.strategies.ps.live.worker_state import ReplicaModel
 from manyhands.strategies.ps.log_rows import StepRow
 from manyhands.strategies.ps.loop_turns import LoopTurn, loop_turns
@@ -43,38 +42,11 @@ from manyhands.strategies.ps.replay_order import ReplayCompute, ReplayImpossible
 from manyhands.strategies.ps.replay_player import Difference, Player, ReplayStage
 from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategies.ps.update_files import ShardLogs, read_computed, read_logs
+from manyhands.strategy import Strategy
 
-__all__ = ["ReplayedLoop", "read_orders", "recorded_order", "write_orders"]
+__all__ = ["ReplayedLoop", "recorded_order"]
 
-_ORDERS = Path("updates", "orders.json")
 _CHANGED = "are the script, its arguments and its data what they were?"
-
-
-def write_orders(run_path: Path, store: GroupStore, workers: int, loads: int) -> None:
-    """Keep what else timing decided: the random numbers behind each order of samples, and rates of schedules."""
-    names = (f"order/{number}" for number in count())
-    orders = dict(takewhile(lambda one: one[1] is not None, ((name, store.find(name)) for name in names)))
-    rates = {name: store.find(name) for name in (f"rates/{rank}" for rank in range(workers))}
-    values = {name: value.hex() for name, value in {**orders, **rates}.items() if value is not None}
-    write_json(run_path / _ORDERS, {"loads": loads, "values": values})
-
-
-def read_orders(run_path: Path) -> dict[str, bytes]:
-    """What `write_orders` wrote; UserError where the run cannot be executed again."""
-    path = run_path / _ORDERS
-    try:
-        found = json.loads(path.read_bytes())
-        orders = {str(name): bytes.fromhex(value) for name, value in found["values"].items()}
-        loads = found["loads"]
-    except FileNotFoundError:
-        raise UserError(
-            f"{run_path} has no {_ORDERS}: its loop did not come to its end, so it cannot be replayed"
-        ) from None
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise DataError(f"{path} is damaged: {error}") from None
-    if loads:
-        raise UserError(f"{run_path} continued from a checkpoint, so it cannot be replayed; use audit")
-    return orders
 
 
 def recorded_order(run_path: Path, shards: int) -> tuple[ShardLogs, ReplayOrder]:
@@ -188,8 +160,19 @@ class ReplayedLoop(LoopEnd):
         self._turns: list[LoopTurn] = []
 
     @classmethod
-    def open(cls, place: ProcessPlace, name: str, strategy: Any, timeout_s: float) -> LoopEnd:
-        raise NotImplementedError("ServedLoop opens it")
+    def open(
+        cls,
+        place: ProcessPlace,
+        name: str,
+        strategy: Strategy,
+        timeout_s: float,
+        *,
+        run_path: Path | None = None,
+    ) -> LoopEnd:
+        assert isinstance(strategy, Ps), "only its runs are recorded"
+        assert run_path is not None, "which the launcher has bound"
+        store = GroupStore(PrefixStore(f"{name}/values", place.open_store(timeout_s)), timeout_s)
+        return cls(place, strategy, run_path, store, timeout_s)
 
     def begin(self, model: nn.Module, optimizer: Optimizer, worker_context: WorkerContext) -> None:
         del worker_context
