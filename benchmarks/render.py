@@ -18,13 +18,14 @@ from render_federated import (
     federated_gpu,
     federated_mnist,
     federated_noniid,
+    federated_privacy,
     federated_roles,
 )
 from render_gpu_nccl import nccl_steps
 from render_inference import inference_speed
 from render_links import helpers_live, hosts_speed, links_speed, ray_actor, tls_cost
 from render_loading import loading_rates
-from render_models import codecs_speed, offload, pipeline_bubbles, pipeline_speed, wavefronts
+from render_models import codecs_speed, offload, pipeline_speed, wavefronts
 from render_priority import priority_gain
 from render_startup import startup_times
 from render_wire import local_steps, wire_time
@@ -47,16 +48,17 @@ def backend_speed() -> str:
     """`dist.all_reduce` on the drop-in backend at each size and number of ranks."""
     names = ["backend-2", "backend-4", *(f"backend-16core-{ranks}" for ranks in (2, 4, 8, 16))]
     results = [load(name) for name in names]
-    rows = [["ranks on cores", *(format_bytes(row["size_bytes"]) for row in results[0]["results"])]]
+    sizes = [1 << 10, 64 << 10, 1 << 20, 25 << 20, 64 << 20]
+    rows = [["ranks on cores", *map(format_bytes, sizes)]]
     for result in results:
-        ours = [row["contenders"]["manyhands"] for row in result["results"]]
+        ours = [row["contenders"]["manyhands"] for row in result["results"] if row["size_bytes"] in sizes]
         cells = [f"{show_time(cell['median_us'])}, {show_ratio(cell['times_gloo'])}" for cell in ours]
         rows.append([f"{result['workers']} on {result['cores']}", *cells])
     return markdown(rows)
 
 
 def allreduce_schedules() -> str:
-    """At each size and number of workers: the bucket, the fastest schedule over links, and Gloo."""
+    """At each size and number of workers: the bucket and the fastest schedule over links, with their ratios to Gloo."""
     names = ["allreduce-2", "allreduce-4", *(f"allreduce-16core-{workers}" for workers in (2, 4, 8, 16))]
     results = [load(name) for name in names]
     sizes = [row["size_bytes"] for row in results[0]["results"]]
@@ -67,11 +69,7 @@ def allreduce_schedules() -> str:
             min(cell.keys() - {"bucket", "gloo"}, key=lambda name: float(cell[name]["median_us"]))
             for cell in cells
         ]
-        shown = {
-            "bucket": ["bucket"] * len(cells),
-            "fastest schedule": schedules,
-            "gloo": ["gloo"] * len(cells),
-        }
+        shown = {"bucket": ["bucket"] * len(cells), "fastest schedule": schedules}
         for title, chosen in shown.items():
             row = [f"{result['workers']} on {result['cores']}" if title == "bucket" else "", title]
             for cell, name in zip(cells, chosen, strict=True):
@@ -83,37 +81,11 @@ def allreduce_schedules() -> str:
     return markdown(rows)
 
 
-def step_table(name: str) -> Callable[[], str]:
-    """All contenders of one result of whole training steps."""
-
-    def render() -> str:
-        result = load(name)
-        rows = [["", "step", "samples/s", "to DDP", "efficiency"]]
-        for row in result["results"]:
-            about = f"**{row['workload']}**, {row['parameters'] / 1e6:.1f} M parameters, {row['optimizer']}"
-            rows.append([f"{about}, {row['batch_per_worker']} samples per worker", *[""] * 4])
-            for contender, cell in row["contenders"].items():
-                rows.append(
-                    [
-                        contender,
-                        f"{cell['median_ms']:.1f} ms",
-                        f"{cell['samples_per_s']:.0f}",
-                        f"{cell['times_ddp']:.2f}×",
-                        show_percent(cell.get("efficiency")),
-                    ]
-                )
-        title = f"**{result['workers']} workers on {result['cores']} cores** (torch {result['torch']})"
-        return f"{title}\n\n{markdown(rows)}"
-
-    return render
-
-
 def step_scaling() -> str:
     """The step of every strategy at several numbers of workers: time, ratio to DDP, efficiency."""
-    results = sorted(
-        (load(path.stem) for path in RESULTS.glob("step-16core-*.json")), key=lambda r: r["workers"]
-    )
-    rows = [["workload", "workers", "ddp", "mirrored", "central"]]
+    large = [load(path.stem) for path in RESULTS.glob("step-16core-*.json")]
+    results = [load("step-2"), *sorted(large, key=lambda result: result["workers"])]
+    rows = [["workload", "workers on cores", "ddp", "mirrored", "central"]]
     for index, workload in enumerate(row["workload"] for row in results[0]["results"]):
         for result in results:
             cells = result["results"][index]["contenders"]
@@ -122,8 +94,8 @@ def step_scaling() -> str:
                 f"{show_percent(cells[name]['efficiency'])}"
                 for name in rows[0][2:]
             ]
-            rows.append([workload, f"{result['workers']} of {result['threads_per_worker']} threads", *shown])
-    return f"**{results[0]['cores']} cores** (torch {results[0]['torch']})\n\n{markdown(rows)}"
+            rows.append([workload, f"{result['workers']} on {result['cores']}", *shown])
+    return markdown(rows)
 
 
 def server_table(name: str) -> Callable[[], str]:
@@ -131,19 +103,12 @@ def server_table(name: str) -> Callable[[], str]:
 
     def render() -> str:
         result = load(name)
-        rows = [["", "round trip", "moved", "to the Ray actor"]]
+        rows = [["", "round trip", "to the Ray actor"]]
         for row in result["results"]:
             about = f"**{row['exchange']}**, {format_bytes(row['gradient_bytes'])} each way, {row['about']}"
-            rows.append([about, *[""] * 3])
+            rows.append([about, "", ""])
             for contender, cell in row["contenders"].items():
-                rows.append(
-                    [
-                        contender,
-                        show_time(cell["median_us"]),
-                        f"{cell['moved_bytes_per_s'] / 1e9:.2f} GB/s",
-                        show_ratio(cell["times_ray"]),
-                    ]
-                )
+                rows.append([contender, show_time(cell["median_us"]), show_ratio(cell["times_ray"])])
         versions = f"torch {result['torch']}, ray {result['ray']}"
         title = f"**One worker and one server on {result['cores']} cores** ({versions})"
         return f"{title}\n\n{markdown(rows)}"
@@ -234,16 +199,14 @@ def glove_corpus() -> str:
 def regression_speed() -> str:
     """Examples per second and log loss beside scikit-learn and Vowpal Wabbit."""
     result = load("regression")
-    rows = [["", "examples per CPU-second", "log loss", "accuracy", "AUC"]]
-    titles = {"learn": "learning from memory", "file": "from a file to a model", "read": "reading alone"}
-    works = dict.fromkeys((row["work"], row["part"]) for row in result["rows"])
+    rows = [["", "examples per CPU-second", "log loss", "AUC"]]
+    titles = {"learn": "learning from memory", "file": "from a file to a model"}
+    works = dict.fromkeys((row["work"], row["part"]) for row in result["rows"] if row["part"] in titles)
     for work, part in works:
-        rows.append([f"**{work}, {titles[part]}**", *[""] * 4])
+        rows.append([f"**{work}, {titles[part]}**", *[""] * 3])
         for row in result["rows"]:
             if (row["work"], row["part"]) == (work, part):
-                scores = [
-                    f"{row[name]:.4f}" if name in row else "" for name in ("log_loss", "accuracy", "auc")
-                ]
+                scores = [f"{row[name]:.4f}" for name in ("log_loss", "auc")]
                 rows.append([row["case"], f"{row['examples_per_cpu_s'] / 1e6:.2f} M", *scores])
     return f"**{result['passes']} passes, {result['cores']} cores**\n\n{markdown(rows)}"
 
@@ -253,20 +216,16 @@ def gbdt_speed() -> str:
     if not (RESULTS / "gbdt.json").exists():
         return "Not measured yet: `python benchmarks/gbdt.py`."
     result = load("gbdt")
-    rows = [
-        ["", "threads or workers", "seconds", "least to most", "trees alone", "to scikit-learn", "AUC or R²"]
-    ]
+    rows = [["", "threads or workers", "seconds", "trees alone", "to scikit-learn", "AUC or R²"]]
     for work in dict.fromkeys((row["work"], row["objective"]) for row in result["rows"]):
-        rows.append([f"**{', '.join(work)}**", *[""] * 6])
+        rows.append([f"**{', '.join(work)}**", *[""] * 5])
         for row in result["rows"]:
             if (row["work"], row["objective"]) == work:
                 alone = f"{row['trees_s']:.2f}" if row["trees_s"] is not None else ""
-                spread = f"{row['least_s']:.2f} to {row['most_s']:.2f}"
                 ratio = show_ratio(row["times_scikit_learn"])
                 cells = [
                     str(row["hands"]),
                     f"{row['whole_s']:.2f}",
-                    spread,
                     alone,
                     ratio,
                     f"{row['quality']:.4f}",
@@ -298,7 +257,7 @@ def svd_speed() -> str:
         times = [f"{row[name]:.3g}" for name in ("peer_cpu_s", "ours_cpu_s")]
         errors = [f"{row[name]:.0e}" for name in ("peer_error", "ours_error")]
         line = [
-            row["work"],
+            "" if row["work"] in (one[0] for one in rows) else row["work"],
             f"`{row['peer']}`",
             errors[0],
             *times,
@@ -321,6 +280,8 @@ def stragglers(scenario: str) -> Callable[[], str]:
     def render() -> str:
         rows = [["consistency", "live: updates/s", "waiting", "simulated: updates/s", "waiting"]]
         for row in load("stragglers")["scenarios"][scenario]:
+            if row["consistency"] in ("bounded:1", "bounded:16"):
+                continue
             cells = [
                 text
                 for one in (row["live"], row["simulated"])
@@ -353,19 +314,15 @@ def events_overhead() -> str:
 
 def events_cost() -> str:
     """What one event costs its worker and the parent."""
-    cases = load("events")["cases"]
-    shown = {
-        "`record`": "record",
-        "`record`, with a reader in another process": "record, with a reader in another process",
-        "`record` when the ring is full, dropping": "record, ring full: dropped",
-        "for comparison: `struct.pack_into` of the same bytes, no order, no bound": "struct.pack_into, for comparison",
-        "for comparison: one `time.monotonic_ns()`": "time.monotonic_ns, for comparison",
-        "parent: drain": "drain",
-        "parent: add to totals": "add to totals",
-        "parent: append to file": "append to file",
-    }
-    return markdown(
-        [["", "ns per event"], *([words, f"{cases[name]['median_ns']:.0f}"] for words, name in shown.items())]
+    cases = {name: f"{case['median_ns']:.0f}" for name, case in load("events")["cases"].items()}
+    parent = sum(
+        load("events")["cases"][name]["median_ns"] for name in ("drain", "add to totals", "append to file")
+    )
+    return (
+        f"`record` takes {cases['record, with a reader in another process']} ns, beside "
+        f"{cases['struct.pack_into, for comparison']} ns of a plain `struct.pack_into` of the same bytes and "
+        f"{cases['time.monotonic_ns, for comparison']} ns of one `time.monotonic_ns()`. The parent takes {parent:.0f} "
+        "ns per event."
     )
 
 
@@ -418,8 +375,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "events overhead": events_overhead,
     "events cost": events_cost,
     "desync cost": desync_cost,
-    "step-2": step_table("step-2"),
-    "step-16core": step_scaling,
+    "steps": step_scaling,
     "server": server_table("server"),
     "glove training": glove_training,
     "glove counting": glove_counting,
@@ -428,12 +384,12 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "first minute": first_minute,
     "loading": loading_rates,
     "offload": offload,
-    "pipeline bubbles": pipeline_bubbles,
     "pipeline speed": pipeline_speed,
     "federated flower": federated_flower,
     "federated gpu": federated_gpu,
     "federated mnist": federated_mnist,
     "federated noniid": federated_noniid,
+    "federated privacy": federated_privacy,
     "federated roles": federated_roles,
     "regression": regression_speed,
     "gbdt": gbdt_speed,

@@ -45,7 +45,7 @@ def scaling_speed() -> str:
 
 
 def density_speed() -> str:
-    """For each density a row, for each strategy its speed and loss beside the first, and what that shows."""
+    """For each density a row, for each strategy its speed and loss beside the first."""
     if not has("density"):
         return _missing(DENSITY, "density")
     result = load("density")
@@ -60,8 +60,7 @@ def density_speed() -> str:
         f"**{result['features']:,} features, {result['workers']} workers, {_machine(result)}, median of "
         f"{result['repeats']}**; examples/s, times as fast as `{strategies[0]}`, loss above its loss"
     )
-    report = " ".join(result["told"])
-    return f"{about}, by `{result['command']}`\n\n{markdown(rows)}\n\n{report}"
+    return f"{about}, by `{result['command']}`\n\n{markdown(rows)}"
 
 
 def _beside_the_first(row: dict[str, Any] | None) -> str:

@@ -31,10 +31,11 @@ def federated_mnist() -> str:
 def federated_gpu() -> str:
     """How many simulated clients train in a second on a GPU."""
     result = load("federated-gpu")
-    rows = [["model and clients", "clients in a round", "clients/s"]]
-    for one in result["settings"].values():
-        rows.append([one["about"], str(one["each_round"]), f"{one['manyhands']['clients_per_s']:,.0f}"])
-    return f"**{result['machine']}**\n\n{markdown(rows)}"
+    rates = [
+        f"{one['manyhands']['clients_per_s']:,.0f} clients/s of {one['about'].partition(',')[0]}"
+        for one in result["settings"].values()
+    ]
+    return f"On {result['machine']}: {'; '.join(rates)}."
 
 
 def federated_flower() -> str:
@@ -113,3 +114,34 @@ def own_columns(seeds: Iterable[Mapping[str, Any]], name: str) -> list[str]:
     """How good the models are which clients use themselves: their mean, and the worst."""
     own = [one["own"][name] for one in seeds]
     return [f"{statistics.median(one[which] for one in own):.1%}" for which in ("mean", "worst")]
+
+
+def federated_privacy() -> str:
+    """ε asked and ε spent, by the accountants of dp-accounting."""
+    result = load("federated-privacy")
+    head = [
+        "of 200 clients",
+        "rounds",
+        "of a client",
+        "noise",
+        "ε asked",
+        "ε spent",
+        "nearly exact",
+        "accuracy",
+    ]
+    rows = [head]
+    for name, one in result["settings"].items():
+        spent = one["spent"]
+        rows.append(
+            [
+                name,
+                str(one["rounds"]),
+                str(one["rounds_of_a_client"]),
+                f"{one['noise']:g}",
+                f"{one['asked']:g}",
+                f"{spent['rdp']:.3f}",
+                f"{spent['pld']:.3f}",
+                f"{one['accuracy']:.1%}",
+            ]
+        )
+    return f"**dp-accounting {result['dp_accounting']}**, δ = 1e-5\n\n{markdown(rows)}"

@@ -21,32 +21,31 @@ def links_speed() -> str:
 
 
 def tls_cost() -> str:
-    """Throughput of a link and a hub, plain and with TLS, and what TLS takes of it, by machine, place and size."""
+    """Throughput of a link, plain and with TLS, and what TLS takes of it, by machine, place and size."""
     names = [name for name in ("tls", "tls-16core") if (RESULTS / f"{name}.json").exists()]
     return "\n\n".join(_tls_table(load(name)) for name in names)
 
 
 def _tls_table(result: dict[str, Any]) -> str:
     by_end = "limit" in result["places"][0]["rows"][0]  # not in what was measured before it was asked
-    table = [
-        ["", "link, plain", "link, TLS", "cost", "hub, plain", "hub, TLS", "cost", "core s/GB, plain to TLS"]
-    ]
+    table = [["", "plain", "TLS", "cost", "core s/GB, plain to TLS"]]
     if by_end:
-        table[0] += ["of it the receiver", "limit with TLS", "bare TLS sockets, 1 and 4"]
+        table[0] += ["of it the receiver", "limit with TLS", "bare TLS socket"]
     for place in result["places"]:
         cells = {(row["num_bytes"], row["carrier"]): row for row in place["rows"]}
-        for size in dict.fromkeys(row["num_bytes"] for row in place["rows"]):
+        for size in sorted({row["num_bytes"] for row in place["rows"]} - {1 << 20}):
             line = [f"{place['place']}, {format_bytes(size)}"]
-            for carrier in ("link", "hub"):
-                plain, tls = (cells[size, f"{carrier}, {how}"]["bytes_per_s"] for how in ("plain", "TLS"))
-                cost = f"{100 * (1 - tls / plain):.0f} %"
-                line += [f"{plain / 1e9:.2f} GB/s", f"{tls / 1e9:.2f} GB/s", cost]
+            plain, tls = (cells[size, f"link, {how}"]["bytes_per_s"] for how in ("plain", "TLS"))
+            line += [
+                f"{plain / 1e9:.2f} GB/s",
+                f"{tls / 1e9:.2f} GB/s",
+                f"{100 * (1 - tls / plain):.0f} %",
+            ]
             ends = [cells[size, f"link, {how}"] for how in ("plain", "TLS")]
             line.append(_change(ends, "core_seconds_per_gb"))
             if by_end:
-                floors = [cells[size, f"{sockets}, TLS"] for sockets in ("socket", "4 sockets")]
-                bare = " and ".join(f"{one['bytes_per_s'] / 1e9:.2f}" for one in floors)
-                line += [_change(ends, "receiver_core_seconds_per_gb"), ends[1]["limit"], f"{bare} GB/s"]
+                bare = cells[size, "socket, TLS"]["bytes_per_s"] / 1e9
+                line += [_change(ends, "receiver_core_seconds_per_gb"), ends[1]["limit"], f"{bare:.2f} GB/s"]
             table.append(line)
     about = (
         f"{result['cores']} cores for both processes, medians of {result['rounds']} rounds, {result['openssl']}, load "
@@ -89,18 +88,7 @@ def hosts_speed() -> str:
 def helpers_live() -> str:
     """The same between namespaces with a cable each: bytes on the busiest one, and a step."""
     result = load("helpers")
-    table = [
-        [
-            "workers",
-            "helpers",
-            "busiest cable",
-            "by formula",
-            "a step",
-            "cable alone, by formula",
-            "rounds",
-            "load",
-        ]
-    ]
+    table = [["workers", "helpers", "busiest cable", "by formula", "a step", "cable alone, by formula"]]
     for row in result["live"]:
         table.append(
             [
@@ -110,25 +98,24 @@ def helpers_live() -> str:
                 f"{row['formula_bytes'] / 1e6:.2f} MB",
                 f"{row['step_s']:.2f} s",
                 f"{row['formula_s']:.2f} s",
-                str(len(row["step_s_rounds"])),
-                f"{row['load_before']:.0f}",
             ]
         )
+    rounds = min(len(row["step_s_rounds"]) for row in result["live"])
     about = (
         f"Every process in a network namespace with a cable of {result['rate']} in each direction, on "
-        f"{result['cores']} cores; {result['gradient_bytes'] / 1e6:.2f} MB of gradients, medians."
+        f"{result['cores']} cores; {result['gradient_bytes'] / 1e6:.2f} MB of gradients, medians of {rounds} rounds."
     )
     return f"{about}\n\n{markdown(table)}"
 
 
 def ray_actor() -> str:
-    """A step of `ps` and of a Ray actor over a slow cable, and what crosses it, beside the formula."""
+    """A step of `ps` and of a Ray actor over a slow cable, and what crosses it."""
     result = load("ray-actor")
     ways = {row["way"]: row for row in result["ways"]}
-    table = [["way", "a step", "× the Ray actor", "workers send", "by formula", "they receive", "by formula"]]
+    table = [["way", "a step", "× the Ray actor", "workers send", "they receive"]]
     for way, row in ways.items():
         peer = ways[way.replace("ps", "ray actor")]["step_s"]
-        crossed = [row["sent_bytes"], row["formula_bytes"][0], row["received_bytes"], row["formula_bytes"][1]]
+        crossed = [row["sent_bytes"], row["received_bytes"]]
         table.append(
             [
                 f"`{row['strategy']}`" if row["strategy"] else way.replace("ray", "Ray"),

@@ -5,33 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from manyhands.errors import format_bytes
-from results_read import load, markdown, show_percent
-
-
-def pipeline_bubbles() -> str:
-    """The part of the time in which stages have nothing to do: as the formula has it, and as measured."""
-    result = load("pipeline")
-    rows = [["schedule", "stages", "micro-batches", "bubble by formula", "measured"]]
-    for row in result["pipelines"]:
-        rows.append(
-            [
-                row["schedule"],
-                str(row["stages"]),
-                str(row["microbatches"]),
-                show_percent(row["bubble_formula"]),
-                show_percent(row["bubble_measured"]),
-            ]
-        )
-    return f"**{result['cores']} cores**, a core for each stage\n\n{markdown(rows)}"
+from results_read import load, markdown
 
 
 def pipeline_speed() -> str:
     """A step beside compute + bubble, and beside torch's pipelines on Gloo."""
-    return "\n\n".join(
-        f"**{result['cores']} cores**, a core for each stage, medians of "
-        f"{len(result['pipelines'][0]['rounds']['ours'])} round(s)\n\n{_speed(result['pipelines'])}"
-        for result in (load("pipeline"), load("pipeline-16"))
-    )
+    result = load("pipeline-16")
+    rounds = len(result["pipelines"][0]["rounds"]["ours"])
+    about = f"**{result['cores']} cores**, a core for each stage, medians of {rounds} rounds"
+    return f"{about}\n\n{_speed(result['pipelines'])}"
 
 
 def _speed(pipelines: list[dict[str, Any]]) -> str:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
-
 from results_read import load, markdown
 
 
 def startup_times() -> str:
-    """The first `fit` of a process and the next one, beside one `import torch`; with and without `mh.warm()`.
-
-    The difference is that of each process, which has timed both.
-    """
-    names = ["cores", "strategy", "workers", "import torch", "first fit", "difference", "after `mh.warm()`"]
+    """The first `fit` of a process and the next one, beside one `import torch`; with and without `mh.warm()`."""
+    names = ["cores", "strategy", "workers", "import torch", "first fit", "after `mh.warm()`"]
     table = [[*names, "next fit"]]
     for name in ("startup", "startup-16"):
         result = load(name)
@@ -28,7 +23,6 @@ def startup_times() -> str:
                     str(workers),
                     f"{row['torch']:.2f} s",
                     f"{row['first']:.2f} s",
-                    f"{statistics.median(one['first'] - one['torch'] for one in row['rounds']):.2f} s",
                     "" if warm is None else f"{warm['first']:.2f} s",
                     f"{row['next']:.2f} s",
                 ]

@@ -28,8 +28,8 @@ def load(name: str) -> dict[str, Any]:
 
 def markdown(rows: list[list[str]]) -> str:
     head, *body = rows
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *body]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    first, *others = ("| " + " | ".join(line) + " |" for line in (head, *body))
+    return "\n".join([first, "|---" + "|---:" * (len(head) - 1) + "|", *others])
 
 
 def show_time(microseconds: float) -> str:

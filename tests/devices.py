@@ -8,7 +8,7 @@ import secrets
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -212,42 +212,36 @@ class Served:
 @contextmanager
 def serving(job: FederatedJob, out: Path, *, resume: bool = False) -> Iterator[Served]:
     """The application, ticking, in a thread."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="server of devices", daemon=True)
-    thread.start()
-    reported: list[str] = []
-    ends = threading.Event()
-    files = ServerFiles.begin(
-        out,
-        job.config(
-            parameter_shapes(initial_model(job.task, job.seed).named_parameters()), secrets.token_hex(16)
-        ),
-        resume=resume,
-    )
-    clock = ServerClock(loop)
-    app = DeviceApp(lambda: RoundServer(job, files, 0.0, reported.append), job.settings.hold_s, clock=clock)
-    served = Served(app, loop, clock, reported)
+    with ExitStack() as ending:
+        loop = asyncio.new_event_loop()
+        ending.callback(loop.close)
+        thread = threading.Thread(target=loop.run_forever, name="server of devices", daemon=True)
+        thread.start()
+        ending.callback(thread.join, 10)
+        ending.callback(loop.call_soon_threadsafe, loop.stop)
+        shapes = parameter_shapes(initial_model(job.task, job.seed).named_parameters())
+        files = ServerFiles.begin(out, job.config(shapes, secrets.token_hex(16)), resume=resume)
+        ending.callback(files.close)
+        clock, reported = ServerClock(loop), list[str]()
+        make = partial(RoundServer, job, files, 0.0, reported.append)
+        app = DeviceApp(make, job.settings.hold_s, clock=clock)
+        ending.callback(app.close)
+        served = Served(app, loop, clock, reported)
+        ends = threading.Event()
 
-    async def tick() -> None:
-        while not ends.is_set() and served.server.failed is None:
-            try:
-                await app.tick()
-            except ManyhandsError:
-                if served.server.failed is None:  # else it failed by a request that came first
-                    raise
-            await asyncio.sleep(0.01)
+        async def tick() -> None:
+            while not ends.is_set() and served.server.failed is None:
+                try:
+                    await app.tick()
+                except ManyhandsError:
+                    if served.server.failed is None:  # else it failed by a request that came first
+                        raise
+                await asyncio.sleep(0.01)
 
-    ticking = asyncio.run_coroutine_threadsafe(tick(), loop)
-    try:
+        ticking = asyncio.run_coroutine_threadsafe(tick(), loop)
+        ending.callback(ticking.result, 10)
+        ending.callback(ends.set)
         yield served
-    finally:
-        ends.set()
-        ticking.result(10)
-        app.close()
-        files.close()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
-        loop.close()
 
 
 def make_device(served: Served, folder: Path, number: int, token: str | None, sender: Any = None) -> Device:

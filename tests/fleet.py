@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -120,6 +121,25 @@ class Fleet:
         self.devices[number].kill()
         self.devices[number].wait(30)
         self.start_device(number)
+
+    def strike_in_a_round(self, number: int, timeout_s: float) -> None:
+        """Kill a device while a round waits for its update alone, and start it again."""
+        client = json.loads((self.device_state(number) / "device.json").read_text())["client"]
+        self.stop(number)
+
+        def awaited() -> bool:
+            reports = [
+                (int(attempt), int(by))
+                for by, attempt in re.findall(
+                    r"^client (\d+) has reported to attempt (\d+)$", self.log, re.MULTILINE
+                )
+            ]
+            last = max(reports)[0]
+            came = {by for attempt, by in reports if attempt == last}
+            return len(came) == self._devices - 1 and client not in came
+
+        self._until(awaited, timeout_s, f"a round that waits for device {number}")
+        self.strike(number)
 
     def stop(self, number: int) -> None:
         """A device sleeps."""

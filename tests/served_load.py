@@ -30,19 +30,19 @@ def connected(server: ModelServer) -> http.client.HTTPConnection:
 
 
 def under_load(
-    server: ModelServer, values: list[Any], kills: int, victim: Callable[[], int] | None = None
-) -> list[Any]:
-    """The answer to each value, asked for by many clients at once while workers are killed now and then."""
-    answers: dict[int, Any] = {}
+    server: ModelServer, requests: list[list[Any]], kills: int, victim: Callable[[], int] | None = None
+) -> list[list[Any]]:
+    """The answers to each request, of many clients at once, while workers are killed now and then."""
+    answers: dict[int, list[Any]] = {}
     failures: list[BaseException] = []
 
     def ask_some(first: int) -> None:
         connection = connected(server)
         try:
-            for number in range(first, len(values), CLIENTS):
-                status, said = asked(server, [values[number]], connection)
+            for number in range(first, len(requests), CLIENTS):
+                status, said = asked(server, requests[number], connection)
                 assert status == 200, said
-                (answers[number],) = said["answers"]
+                answers[number] = said["answers"]
         except BaseException as failure:
             failures.append(failure)
         finally:
@@ -53,7 +53,7 @@ def under_load(
         client.start()
     for kill in range(1, kills + 1):
         until = time.monotonic() + 60
-        due = len(values) * kill // (kills + 2)
+        due = len(requests) * kill // (kills + 2)
         while len(answers) < due or len(ready(server)) < 2:
             assert time.monotonic() < until, f"{len(answers)} answers"
             assert not failures, failures
@@ -63,7 +63,7 @@ def under_load(
         client.join(90)
     assert failures == []
     assert server.view().deaths == kills
-    return [answers[number] for number in range(len(values))]
+    return [answers[number] for number in range(len(requests))]
 
 
 def ready(server: ModelServer) -> list[int]:

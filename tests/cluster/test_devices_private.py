@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -92,7 +93,8 @@ def test_epsilon_alone_is_kept_over_a_restart_of_the_server(tmp_path: Path) -> N
     ):
         job_for(again, rounds=5)
     longer = again.replace("epsilon=6 ", "")
-    with serving(job_for(longer, rounds=5), tmp_path / "run", resume=True) as served:
+    # two devices a round: after 8 rounds one of the four is in at least 4, and was in at most 3 before
+    with serving(job_for(longer, rounds=8), tmp_path / "run", resume=True) as served:
         to_the_end(devices_of(served, tmp_path, 4))
         said = " ".join(served.reported)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -102,9 +104,85 @@ def test_epsilon_alone_is_kept_over_a_restart_of_the_server(tmp_path: Path) -> N
     kind = RoundKind(noise=before["noise"], probability=1.0)
     assert after["epsilon"] == epsilon_of({kind: most}, 1e-5) > before["epsilon"]
     assert f"after {most} rounds of the client with the most rounds" in said
-    assert [row["loss"] for row in rows if "loss" in row] == [None] * 5
+    assert [row["loss"] for row in rows if "loss" in row] == [None] * 8
     with pytest.raises(UserError, match="without noise, so no epsilon would hold"):
         _resumed_with_noise(tmp_path)
+
+
+def spent_at(folder: Path) -> tuple[int, float]:
+    """Rounds of the device with the most, and its epsilon."""
+    privacy = json.loads((folder / "summary.json").read_text())["privacy"]
+    return privacy["rounds"], privacy["epsilon"]
+
+
+def test_a_resumed_server_stays_within_its_budget(tmp_path: Path) -> None:
+    """Each start computes the noise of its own number of rounds; what was spent before is spent."""
+    from dp_accounting import GaussianDpEvent
+    from dp_accounting.rdp import RdpAccountant
+
+    write_parts(tmp_path, 3)
+    with serving(job_for("clients=3 epsilon=6", rounds=3), tmp_path / "run") as served:
+        to_the_end(devices_of(served, tmp_path, 3))
+        first = served.server._job.strategy.noise
+    with (
+        pytest.raises(
+            UserError, match=r"epsilon=6: the run to resume has spent 6 of it, .* leaves 0 of 2 more"
+        ),
+        serving(job_for("clients=3 epsilon=6", rounds=5), tmp_path / "run", resume=True),
+    ):
+        pass
+    with serving(job_for("clients=3 epsilon=9", rounds=5), tmp_path / "run", resume=True) as served:
+        to_the_end(devices_of(served, tmp_path, 3))
+        second = served.server._job.strategy.noise
+    accountant = RdpAccountant()
+    accountant.compose(GaussianDpEvent(first), 3)
+    accountant.compose(GaussianDpEvent(second), 2)
+    rounds, spent = spent_at(tmp_path / "run")
+    assert (rounds, spent) == (5, pytest.approx(accountant.get_epsilon(1e-5), rel=1e-9))
+    assert 6 < spent <= 9
+
+
+@pytest.mark.parametrize("noise_by", ["clients", "server"])
+def test_a_sum_that_may_have_been_seen_and_is_lost_is_counted(tmp_path: Path, noise_by: str) -> None:
+    """The server is killed with an open attempt, twice: it may have had the sum with the devices' noise already."""
+    write_parts(tmp_path, 3)
+    text, out = f"clients=3 secure=yes clip=0.1 noise=4 noise_by={noise_by} delta=1e-4", tmp_path / "run"
+    with serving(job_for(text, rounds=1, over=1.0), out) as served:
+        to_the_end(devices_of(served, tmp_path, 3))
+    job, state = job_for(text, rounds=3, over=1.0), out / "federated" / "state.json"
+    for attempt in (2, 3):
+        killed = {"phase": "reporting", "asked": [0, 1, 2], "attempt": attempt}
+        state.write_text(json.dumps({**json.loads(state.read_text()), **killed}))
+        with serving(job, out, resume=True) as served:
+            assert served.server.state.done == 1
+    with serving(job, out, resume=True) as served:
+        to_the_end(devices_of(served, tmp_path, 3))
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "counted" in row] == [1, 2, 3]
+    counted = 5 if noise_by == "clients" else 3
+    kind = RoundKind(noise=4.0, probability=1.0)
+    assert spent_at(out) == (counted, epsilon_of({kind: counted}, 1e-4))
+
+
+def test_a_round_whose_checkpoint_is_damaged_is_counted_and_its_repetition_too(tmp_path: Path) -> None:
+    write_parts(tmp_path, 3)
+    text = "clients=3 clip=0.1 noise=4 delta=1e-4"
+    with serving(job_for(text, rounds=2), tmp_path / "run") as served:
+        to_the_end(devices_of(served, tmp_path, 3))
+    newest = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[-1]
+    for file in newest.glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-1])
+    with serving(job_for(text, rounds=3), tmp_path / "run", resume=True) as served:
+        assert served.server.state.done == 1
+        to_the_end(devices_of(served, tmp_path, 3))
+    assert spent_at(tmp_path / "run")[0] == 4
+
+
+def test_without_its_package_the_server_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    for text in ("clip=1 noise=9 delta=1e-4 epsilon=50", "clip=1 noise=9 delta=1e-4", "epsilon=50"):
+        with pytest.raises(UserError, match=r"needs the dp-accounting package.*manyhands\[privacy\]"):
+            job_for(f"clients=3 {text}")
 
 
 def _resumed_with_noise(folder: Path) -> None:
@@ -162,11 +240,11 @@ def test_a_model_with_averaged_buffers_is_refused(monkeypatch: pytest.MonkeyPatc
         job_for("clients=3 clip=1 noise=9 delta=1e-4")
 
 
-@pytest.mark.parametrize("algorithm", ["median", "krum:1"])
+@pytest.mark.parametrize("algorithm", ["median", "trimmed:0.2", "krum:1", "multikrum:1"])
 def test_a_robust_server_is_not_moved_by_a_hostile_device(
     tmp_path: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wrong update of a usual norm: the median of the items, or an honest device's own."""
+    """A wrong update of a usual norm: the closed form of each, of Krum an honest device's own."""
     write_parts(tmp_path, 5)
     with serving(job_for(f"clients=5 algorithm={algorithm}", rounds=1), tmp_path / "run") as served:
         devices = devices_of(served, tmp_path, 5)
@@ -182,11 +260,14 @@ def test_a_robust_server_is_not_moved_by_a_hostile_device(
         to_the_end(devices)
     moved = flat(tmp_path / "run") - first_weights()
     made = torch.stack(updates(devices))
-    if algorithm == "median":
-        torch.testing.assert_close(moved, made.median(0).values, rtol=0, atol=1e-6)
-    else:
-        assert min(float((moved - one).norm()) for one in made[:4]) < 1e-6
-        assert float((moved - made[4]).norm()) > 0.1
+    closed = {
+        "median": made.median(0).values,
+        "trimmed:0.2": made.sort(0).values[1:4].mean(0),
+        "multikrum:1": made[:4].mean(0),
+        "krum:1": min(made[:4], key=lambda one: float((moved - one).norm())),
+    }
+    torch.testing.assert_close(moved, closed[algorithm], rtol=0, atol=1e-6)
+    assert float((moved - made[4]).norm()) > 0.1
 
 
 def test_own_models_are_those_of_the_simulation_and_outlive_a_restart(tmp_path: Path) -> None:

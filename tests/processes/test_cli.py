@@ -47,6 +47,30 @@ def test_train_writes_the_summary_and_prints_table_and_directory(
     assert printed.err == "", "quiet when not on a terminal"
 
 
+def test_train_takes_what_fit_logs_traces_and_restores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status = run_command(
+        monkeypatch, "train", "digits", "--workers", "1", "--steps", "9", "--evaluate-every", "3", "--out", "run",
+        "--restore-best", "--log", "lr,grad_norm", "--float16", "--profile", "traces",
+    )  # fmt: skip
+    assert status == 0, capfd.readouterr().err
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "loss" in row]
+    assert len(steps) == 9
+    assert all(row["lr"] > 0 and "grad_norm" in row for row in steps)
+    losses = {row["step"]: row["metrics"]["evaluation_loss"] for row in rows if "metrics" in row}
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["best_step"] == min(losses, key=lambda step: losses[step])
+    assert "Optimizer.step" in (tmp_path / "traces" / "worker-0.json").read_text()
+    assert run_command(monkeypatch, "train", "digits", "--steps", "4", "--log", "lr,norm") == 2
+    [sentence] = capfd.readouterr().err.splitlines()[-1:]
+    assert (
+        sentence == "manyhands: log: 'norm' is not known; allowed: lr, grad_norm; did you mean 'grad_norm'?"
+    )
+
+
 def wrong_idx(folder: Path) -> Path:
     """A folder of MNIST files of which the training images are cut short."""
     folder.mkdir()

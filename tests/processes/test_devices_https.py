@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from dp_accounting import GaussianDpEvent
+from dp_accounting.rdp import RdpAccountant
 from safetensors.torch import load_file
 
 import manyhands as mh
 from fleet import Fleet
+from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import ManyhandsError
 from manyhands.serving.opening import open_predictor
 from manyhands.strategies.federated.deployed.protocol import HttpsClient
@@ -48,6 +52,53 @@ def test_every_device_and_the_server_are_killed_and_every_round_counts_once(tmp_
         for number in range(5):
             for name, tensor in mh.load(fleet.device_state(number)).state_dict().items():
                 assert torch.equal(tensor, final[name]), f"device {number} has not the last model"
+
+
+@pytest.mark.timeout(200)
+def test_control_variates_are_consistent_after_kills_of_devices_and_server(tmp_path: Path) -> None:
+    """The server's is the mean of the devices' own, by their samples: no change is lost, and none is there twice."""
+    rounds, options = 4, ("--min-reports", "3", *OPTIONS[2:])
+    with Fleet(
+        tmp_path, f"{STRATEGY} algorithm=scaffold", devices=3, rounds=rounds, options=options
+    ) as fleet:
+        for done in range(rounds - 1):
+            fleet.until_round(done, 60)
+            fleet.strike(done)
+            if done == 1:
+                fleet.strike_server()
+        fleet.until_end(90)
+        assert [row["counted"] for row in fleet.rows()] == [[0, 1, 2]] * rounds
+        with RunDirectory.open(fleet.run, lock=False) as directory:
+            common = directory.checkpoints().load().extra["algorithm"]["server"]
+        own, samples = [], []
+        for number in range(3):
+            kept = load_file(fleet.device_state(number) / "own.safetensors")
+            assert not any(name.startswith("coming/") for name in kept)
+            own.append([kept[name].double() for name, _ in mh.load(fleet.run).named_parameters()])
+            samples.append(len(load_file(tmp_path / f"{number}.safetensors")["labels"]))
+        for place, theirs in enumerate(common):
+            mean = sum(one[place] * count for one, count in zip(own, samples, strict=True)) / sum(samples)
+            torch.testing.assert_close(mean, theirs.double(), rtol=0, atol=1e-5)
+            assert float(mean.abs().max()) > 1e-4
+
+
+@pytest.mark.timeout(200)
+def test_epsilon_counts_every_round_that_was_told_whatever_is_killed(tmp_path: Path) -> None:
+    """Asked and spent by dp-accounting's own count; rounds that the killed server had not told are not in it."""
+    rounds, options = 4, ("--min-reports", "3", *OPTIONS[2:])
+    with Fleet(tmp_path, f"{STRATEGY} epsilon=8", devices=3, rounds=rounds, options=options) as fleet:
+        for done in range(3):
+            fleet.until_round(done, 60)
+            fleet.strike_server()
+            fleet.strike(done)
+        fleet.until_end(90)
+        assert [row["step"] for row in fleet.rows()] == list(range(1, rounds + 1))
+        privacy = json.loads((fleet.run / "summary.json").read_text())["privacy"]
+    accountant = RdpAccountant()
+    accountant.compose(GaussianDpEvent(privacy["noise"]), rounds)
+    assert privacy["rounds"] == rounds
+    assert privacy["epsilon"] == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-9)
+    assert 0.98 * 8 < privacy["epsilon"] <= 8
 
 
 @pytest.mark.timeout(60)

@@ -18,6 +18,7 @@ import torch
 import warm
 from equality import distance
 from manyhands.facts import Answer
+from manyhands.strategies.ps.audit import Verdict, audit_run
 from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy
 
@@ -119,7 +120,7 @@ def test_torchrun_cuts_the_model_as_launch_does(tmp_path: Path, alone: dict[str,
     script.write_text(text)
     for epochs in ("1", "3"):
         options = ["--standalone", "--nproc-per-node", "2", script, tmp_path, epochs]
-        done = run(BIN / "torchrun", *options, starts=2)
+        done = run(sys.executable, "-m", "torch.distributed.run", *options, starts=2)
         assert done.returncode == 0, done.stderr
     assert distance(torch.load(tmp_path / "weights.pt"), alone) < 1e-9
 
@@ -210,3 +211,60 @@ def test_a_worker_that_is_killed_ends_the_script_which_then_continues(word: str,
     saved = max(int(re.sub(r"\D", "", one.name)) for one in (tmp_path / "checkpoints").iterdir())
     done = run(*launched(word, 2, tmp_path, saved + 1))
     assert done.returncode == 0, done.stderr
+
+
+LONG = 24  # epochs, so that there is time to kill
+
+
+@pytest.fixture(scope="module")
+def long_alone(compiler_imported: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    folder = tmp_path_factory.mktemp("long")
+    assert run(sys.executable, SCRIPT, folder, str(LONG)).returncode == 0
+    return torch.load(folder / "weights.pt")
+
+
+def kill(name: str, kept: Path) -> None:
+    """Kill a process of a recorded run by the name that its members have, once it serves or trains."""
+    events = [json.loads(line) for line in (kept / "members.jsonl").read_text().splitlines()]
+    os.kill(
+        [one["pid"] for one in events if one["event"] == "started" and one["name"] == name][-1],
+        signal.SIGKILL,
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "ends"),
+    [
+        ("ps replicas=1", Verdict.COMPLETE),
+        ("ps", Verdict.RESTORED),
+        ("ps replicas=1 consistency=async", Verdict.COMPLETE),
+        pytest.param("ps replicas=1 consistency=bounded:1", Verdict.COMPLETE, marks=pytest.mark.soak),
+        pytest.param("ps consistency=async", Verdict.RESTORED, marks=pytest.mark.soak),
+    ],
+)
+def test_workers_and_servers_that_are_killed_inside_the_script_are_followed(
+    word: str, ends: Verdict, tmp_path: Path, long_alone: dict[str, torch.Tensor]
+) -> None:
+    """A copy of the server loses nothing; a snapshot does, and the audit says so."""
+    kept = tmp_path / "run"
+    command = [*launched(word, 3, tmp_path, LONG)[:-2], "--out", kept, tmp_path, str(LONG)]
+    process = warm.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    )
+    with process:
+        for name, epoch in (("worker 1", 3), ("server 0", 10)):
+            deadline = time.monotonic() + 60
+            while not (tmp_path / "checkpoints" / f"step-{epoch:08}").exists():
+                assert time.monotonic() < deadline
+                assert process.poll() is None, process.communicate()[1]
+                time.sleep(0.01)
+            kill(name, kept)
+        _, said = process.communicate(timeout=90)
+    assert process.returncode == 0, said
+    assert said.count("was killed by SIGKILL") == 2, said
+    found, audited = torch.load(tmp_path / "weights.pt"), audit_run(kept).found
+    assert (audited.verdict, audited.violations) == (ends, ())
+    if word == "ps replicas=1":
+        assert distance(found, long_alone) < 1e-9
+    else:
+        assert float(found["errors"].mean()) < 2 * float(long_alone["errors"].mean())

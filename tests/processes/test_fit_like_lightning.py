@@ -294,10 +294,10 @@ def test_what_cannot_be_logged_is_refused() -> None:
     ):
         with pytest.raises(UserError, match=words):
             mh.fit(task(), strategy, options=mh.Options(log=given))
-    with pytest.raises(
-        UserError, match="log=\\['rate'\\]: 'rate' cannot be logged so; give some of lr, grad_norm"
-    ):
-        mh.Options(log=["rate"])
+    with pytest.raises(UserError, match="log: 'norm' is not known; allowed: lr, grad_norm; did you mean"):
+        mh.Options(log=["lr", "norm"])
+    with pytest.raises(UserError, match=r"log='lr': must be a list, such as \['lr', 'grad_norm'\]"):
+        mh.Options(log="lr")
 
 
 WEIGHTS = torch.tensor([0.0, *([1.0] * 39), *([4.0] * 20)])

@@ -23,15 +23,18 @@ from commands import run_command
 from fleet import Fleet
 from manyhands.lab.bench.inference import run_bench
 from manyhands.serving.batching import BatchLimits
+from manyhands.serving.model_parts import cut_predictor
 from manyhands.serving.model_server import ModelServer, ServeOptions
 from manyhands.serving.opening import open_predictor
+from manyhands.strategy import Strategy
 from manyhands.task import Task
+from manyhands.workloads.exporting import export_run
 from served_load import asked, connected, under_load
 
 pytestmark = pytest.mark.timeout(150)
 
 HERE = Path(own_models.__file__)
-REQUESTS = 240
+REQUESTS, ROUNDS = 240, 4
 
 
 @pytest.mark.parametrize(
@@ -65,6 +68,34 @@ def test_trained_by_three_strategies_and_asked_alike(make: Any, strategy: str, t
         np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
+@pytest.mark.parametrize("strategy", [None, "pipeline stages=2", "tensor slices=2"])
+def test_images_under_load_with_kills_are_neither_lost_nor_mixed(
+    strategy: str | None, tmp_path: Path
+) -> None:
+    """Of the file that `export` writes; every request has another number of images, and no two images are alike."""
+    task = own_models.cnn()
+    mh.fit(task, "single", steps=3, out=tmp_path / "run")
+    place = export_run(tmp_path / "run", tmp_path / "model.safetensors", task=task).path
+    predictor, module = open_predictor(place, task), mh.load(tmp_path / "run", task)
+    brightness = torch.linspace(0.1, 4, 720).view(-1, 1, 1, 1)
+    pixels = torch.rand(720, 1, 8, 8, generator=torch.Generator().manual_seed(0)) * brightness
+    with torch.inference_mode():
+        scores = module(pixels)
+    apart = torch.cdist(scores, scores, compute_mode="donot_use_mm_for_euclid_dist") + torch.eye(720)
+    pixels, expected = (
+        one[apart.amin(1) > 1e-3][:480] for one in (pixels, scores)
+    )  # another's would be seen
+    requests = [part.tolist() for part in torch.split(pixels, [1, 2, 3] * 80)]
+    if strategy is not None:
+        cut_predictor(predictor, Strategy.parse(strategy))
+    options = ServeOptions(workers=2, batches=BatchLimits(wait_s=0.001, deadline_s=30.0))
+    with ModelServer(predictor, "sides", options) as server:
+        answers = under_load(server, requests, kills=2)
+        assert [len(answer) for answer in answers] == [1, 2, 3] * 80
+        np.testing.assert_allclose(np.concatenate(answers), expected, rtol=0, atol=1e-5)
+        assert server.view().batch_mean > 1, "requests of several clients share batches"
+
+
 def test_texts_under_load_with_kills_are_neither_lost_nor_mixed(tmp_path: Path) -> None:
     task = own_models.transformer()
     mh.fit(task, "single", steps=60, out=tmp_path / "run")
@@ -79,8 +110,8 @@ def test_texts_under_load_with_kills_are_neither_lost_nor_mixed(tmp_path: Path) 
     expected = [chr(65 + (ord(text[-1]) - 64) % 26) for text in texts]
     options = ServeOptions(workers=2, batches=BatchLimits(wait_s=0.001, deadline_s=30.0))
     with ModelServer(predictor, "letters", options) as server:
-        answers = under_load(server, texts, kills=2)
-        assert [answer["next"] for answer in answers] == expected, "each text has the letter after its own"
+        answers = under_load(server, [[text] for text in texts], kills=2)
+        assert [answer["next"] for (answer,) in answers] == expected, "each text has the letter after its own"
         connection = connected(server)
         status, said = asked(server, ["A" * (own_models.CONTEXT + 1)], connection)
         assert (status, "a shape that it takes is 5" in said["error"]) == (400, True), said
@@ -99,18 +130,20 @@ def test_texts_under_load_with_kills_are_neither_lost_nor_mixed(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["cnn", "transformer"])
-def test_on_three_devices_over_https(
+def test_on_three_devices_over_https_of_which_one_is_killed(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     named, task = f"{HERE}:{name}", getattr(own_models, name)()
     options = ("--min-reports", "3", "--deadline", "20", "--select", "5", "--hold", "1", "--linger", "10")
     strategy = "epochs=2 batch=8"
     with Fleet(
-        tmp_path, strategy, devices=3, rounds=3, options=("--over", "1", *options), own=named
+        tmp_path, strategy, devices=3, rounds=ROUNDS, options=("--over", "1", *options), own=named
     ) as fleet:
+        fleet.until_round(1, 60)
+        fleet.strike_in_a_round(1, 30)
         fleet.until_end(90)
-        assert [len(row["counted"]) for row in fleet.rows()] == [3, 3, 3]
-        simulated = mh.fit(task, f"federated clients=3 {strategy}", rounds=3)
+        assert [len(row["counted"]) for row in fleet.rows()] == [3] * ROUNDS, fleet.log
+        simulated = mh.fit(task, f"federated clients=3 {strategy}", rounds=ROUNDS)
         final = mh.load(fleet.run, task).state_dict()
         for key, tensor in simulated.model.state_dict().items():
             # AdamW moves each weight by about 0.1 in all, and scales the rounding of small gradients up as well.
@@ -124,6 +157,46 @@ def test_on_three_devices_over_https(
     words = ("predict", fleet.device_state(1), tmp_path / "two.json", "--task", named)
     assert run_command(monkeypatch, *words) == 0
     assert [len(json.loads(line)) for line in capsys.readouterr().out.splitlines()] == [2, 2]
+
+
+@pytest.mark.parametrize("name", ["cnn", "transformer"])
+def test_the_commands_export_it_and_name_the_row_of_a_file_that_is_wrong(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    task, named = getattr(own_models, name)(), ("--task", f"{HERE}:{name}")
+    mh.fit(task, "single", steps=3, out="run")
+    values: list[Any] = (
+        (own_models.images(1600)[0].float() / 16).tolist()
+        if name == "cnn"
+        else [chr(65 + number % 26) * (1 + number % 5) for number in range(1600)]
+    )
+    values[1500] = [[[0.5] * 8] * 7] if name == "cnn" else "A" * (own_models.CONTEXT + 1)
+    Path("many.json").write_text(json.dumps(values))
+    assert run_command(monkeypatch, "predict", "run", "many.json", *named) == 2
+    shape = "1×7×8 (float64)" if name == "cnn" else "13 (int64)"
+    assert f"input 1500 has shape {shape}" in capsys.readouterr().err
+    assert run_command(monkeypatch, "export", "run", "--out", "model.safetensors", *named) == 0
+    program = ("export", "run", "--format", "torch-export", "--out", "model.pt2", *named)
+    assert run_command(monkeypatch, *program) == 0
+    capsys.readouterr()
+    for place in ("run", "model.safetensors"):
+        words = ("predict", place, "many.json", "--skip-bad", "--out", f"{place}.txt", *named)
+        assert run_command(monkeypatch, *words) == 0
+        assert "1 bad lines of many.json were skipped" in capsys.readouterr().err
+    answers = [json.loads(line) for line in Path("run.txt").read_text().splitlines()]
+    assert len(answers) == 1599
+    assert Path("model.safetensors.txt").read_text() == Path("run.txt").read_text()
+    loaded, read = torch.export.load("model.pt2").module(), task.read_input or torch.tensor
+    chosen = [number for number in range(1599) if name == "cnn" or number % 5 == 4][:40]
+    batch = torch.stack([read(values[number]) for number in chosen])
+    with torch.inference_mode():
+        found = [(task.write_answer or torch.Tensor.tolist)(row) for row in loaded(batch)]
+    for number, one in zip(chosen, found, strict=True):
+        pairs = (
+            (one, answers[number]) if name == "cnn" else (one["probability"], answers[number]["probability"])
+        )
+        np.testing.assert_allclose(*pairs, rtol=0, atol=2e-4)
 
 
 def test_the_command_serves_an_own_task_in_stages_with_a_given_token(tmp_path: Path) -> None:

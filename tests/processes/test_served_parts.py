@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import manyhands as mh
 import own_models
@@ -61,6 +65,8 @@ def values_for(name: str) -> list[Any]:
         ("cnn", "tensor slices=2", "fp32"),
         ("transformer", "tensor slices=2", "fp32"),
         ("language", "tensor slices=2", "fp32"),
+        ("cnn", "pipeline stages=1", "fp32"),
+        ("cnn", "tensor slices=1", "fp32"),
     ],
 )
 def test_parts_answer_what_the_whole_model_does(runs: Path, name: str, strategy: str, precision: str) -> None:
@@ -89,16 +95,83 @@ def test_parts_answer_what_the_whole_model_does(runs: Path, name: str, strategy:
         assert server.view().deaths == 0
 
 
+def test_an_input_that_no_slice_can_take_ends_no_worker(runs: Path) -> None:
+    task = replace(own_models.cnn(), read_input=torch.tensor, example_input=torch.zeros(1, 8, 8).tolist())
+    predictor = open_predictor(runs / "cnn", task)
+    cut_predictor(predictor, Strategy.parse("tensor slices=2"))
+    with ModelServer(predictor, "sides", ServeOptions(workers=1)) as server:
+        connection = connected(server)
+        for channels, expected in ((2, 400), (1, 200), (3, 400), (1, 200)):
+            status, said = asked(server, [torch.zeros(channels, 8, 8).tolist()], connection)
+            assert status == expected, said
+            if status == 400:
+                assert f"input 0 has shape {channels}×8×8 (float32), which the model cannot" in said["error"]
+        connection.close()
+        assert server.view().deaths == 0, server.view().notes
+
+
 def later_parts() -> list[int]:
-    """Processes that hold a part other than the first; the kernel shows 15 letters of a name."""
+    """Children of this process that hold a part other than the first; the kernel shows 15 letters of a name."""
     found = []
-    for folder in Path("/proc").glob("[0-9]*"):
+    for child in {
+        pid for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()
+    }:
         try:
-            if (folder / "comm").read_text().strip().endswith((", stage", ", slice")):
-                found.append(int(folder.name))
+            if Path(f"/proc/{child}/comm").read_text().strip().endswith((", stage", ", slice")):
+                found.append(int(child))
         except OSError:  # it has ended since
             continue
     return found
+
+
+def awaited(condition: Callable[[], bool], what: str) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until, what
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("strategy", ["pipeline stages=2", "tensor slices=2"])
+def test_a_request_in_a_part_that_dies_or_stops_is_computed_by_the_next(runs: Path, strategy: str) -> None:
+    """One worker, whose second process is stopped, so that it has the request when it is killed, or silent."""
+    predictor = opened(runs, "transformer")
+    cut_predictor(predictor, Strategy.parse(strategy))
+    options = ServeOptions(workers=1, batches=BatchLimits(wait_s=0.0, deadline_s=45.0))
+    with ModelServer(predictor, "letters", options) as server, ThreadPoolExecutor() as clients:
+        for silent in (False, True):
+            awaited(lambda: len(ready(server)) == 1, "the worker is ready")
+            (part,) = later_parts()
+            os.kill(part, signal.SIGSTOP)
+            connection = connected(server)
+            asking = clients.submit(asked, server, ["XY", "ABC"], connection)
+            awaited(lambda: server.view().workers[0].state == "computing", "it has the request")
+            if not silent:
+                os.kill(part, signal.SIGKILL)
+            status, said = asking.result(timeout=60)
+            connection.close()
+            assert status == 200, said
+            assert [one["next"] for one in said["answers"]] == ["Z", "D"]
+            assert part not in later_parts()
+        notes = server.view().notes
+        assert any("does not respond" in note for note in notes), notes
+        assert server.view().deaths == 2
+
+
+def test_a_stage_that_is_too_slow_is_replaced_and_its_request_reported(runs: Path) -> None:
+    predictor = opened(runs, "transformer")
+    cut_predictor(predictor, Strategy.parse("pipeline stages=2"))
+    options = ServeOptions(workers=1, batches=BatchLimits(wait_s=0.0, deadline_s=1.0))
+    with ModelServer(predictor, "letters", options) as server:
+        (part,) = later_parts()
+        os.kill(part, signal.SIGSTOP)
+        connection = connected(server)
+        status, said = asked(server, ["XY"], connection)
+        assert (status, "was not computed within 1 s" in said["error"]) == (503, True), said
+        awaited(lambda: part not in later_parts() and len(ready(server)) == 1, "another worker")
+        connection.close()
+        status, said = asked(server, ["XY"], connection)
+        assert (status, said["answers"][0]["next"]) == (200, "Z")
+        connection.close()
 
 
 @pytest.mark.parametrize("strategy", ["pipeline stages=2", "tensor slices=2"])
@@ -111,12 +184,9 @@ def test_a_part_that_is_killed_takes_its_worker_with_it_and_nothing_is_lost_or_m
     expected = [chr(65 + (number + 2) % 26) for number in range(240)]
     options = ServeOptions(workers=2, batches=BatchLimits(wait_s=0.001, deadline_s=30.0))
     with ModelServer(predictor, "letters", options) as server:
-        answers = under_load(server, texts, kills=1, victim=lambda: min(later_parts()))
-        assert [answer["next"] for answer in answers] == expected
-        until = time.monotonic() + 60
-        while len(ready(server)) < 2:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        answers = under_load(server, [[text] for text in texts], kills=1, victim=lambda: min(later_parts()))
+        assert [answer["next"] for (answer,) in answers] == expected
+        awaited(lambda: len(ready(server)) == 2, "both workers are ready")
         os.kill(ready(server)[0], signal.SIGKILL)  # the first process of a worker
         connection = connected(server)
         for text, letter in zip(texts[:20], expected, strict=False):
@@ -135,7 +205,7 @@ def test_a_part_that_is_killed_takes_its_worker_with_it_and_nothing_is_lost_or_m
         ("cnn", "mirrored", "served in parts by pipeline or tensor; leave it out"),
         ("cnn", "pipeline stages=9", "is a chain of 7 layers; use fewer stages"),
         ("cnn", "pipeline stages=2 cuts=1,2", "2 parts need 1 cuts"),
-        ("cnn", "pipeline stages=2 tensor=2", "leave tensor out"),
+        ("cnn", "pipeline stages=2 tensor=2", "a served model has stages only; leave tensor out"),
         ("cnn", "tensor", "say how many slices"),
     ],
 )

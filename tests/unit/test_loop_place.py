@@ -15,8 +15,9 @@ import manyhands as mh
 from manyhands.errors import UserError
 from manyhands.interop.own_loop.connect import choose
 from manyhands.interop.own_loop.launch_script import launch
-from manyhands.places.external.process_place import joining_place
-from manyhands.places.place import LAUNCHER_VARIABLE
+from manyhands.places.external.process_place import SpecificationPlace, joining_place
+from manyhands.places.external.specification import ClusterSpec
+from manyhands.places.place import LAUNCHER_VARIABLE, using_place
 from manyhands.strategy import Strategy
 
 WORKERS = {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}
@@ -42,10 +43,18 @@ def test_a_cluster_specification_says_rank_and_world() -> None:
     assert (place.rank, place.world, place.master, place.kind) == (1, 2, "10.0.0.1", "specification")
 
 
+def test_a_declared_place_is_found_before_the_environment() -> None:
+    cluster = {"worker": WORKERS["worker"], "chief": ["10.0.0.3:2222"], "ps": ["10.0.0.4:2222"]}
+    spec = ClusterSpec.from_tf_config(tf_config(cluster)["TF_CONFIG"])
+    with using_place(SpecificationPlace.of(*spec)):
+        place = joining_place(TORCHRUN)
+    assert (place.rank, place.world, place.master, place.roles["ps"]) == (2, 4, "10.0.0.3", 1)
+
+
 @pytest.mark.parametrize(
     ("environment", "report"),
     [
-        (tf_config({**WORKERS, "ps": ["10.0.0.3:2222"]}), "TF_CONFIG lists ps"),
+        (tf_config({**WORKERS, "ps": ["10.0.0.3:2222"]}), "the cluster lists ps but no chief"),
         ({LAUNCHER_VARIABLE: "0.0.7"}, f"started by manyhands 0.0.7 but imports manyhands {mh.__version__}"),
         ({LAUNCHER_VARIABLE: mh.__version__}, "a worker of `manyhands launch` started"),
         ({**TORCHRUN, "MASTER_PORT": ""}, "not MASTER_PORT"),

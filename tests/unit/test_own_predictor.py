@@ -113,6 +113,41 @@ def test_wrong_inputs_beside_good_ones_are_refused_alone() -> None:
     )
 
 
+def test_of_inputs_of_one_shape_the_one_that_the_model_fails_on_is_named() -> None:
+    predictor = asking(own_models.transformer())
+    with pytest.raises(ManyhandsError, match=r"the model failed on input 2 \(IndexError: index out of range"):
+        predictor.answers(predictor.inputs(["HELLO", "WORLD", "HÉLLO", "THERE", "ÀÉÎÕÜ"]))
+    bodies = [{"inputs": ["HELLO"]}, {"inputs": ["WORLD", "HÉLLO"]}, {"inputs": ["THERE"]}]
+    results = answer_batch(predictor, bodies)
+    assert [one["status"] for one in results] == [200, 500, 200]
+    assert results[1]["error"].startswith("the model failed on input 1 (IndexError")
+
+
+def test_a_row_far_down_a_file_is_named_by_its_number_and_left_out_on_request(tmp_path: Path) -> None:
+    texts: list[Any] = [chr(65 + number % 26) * (1 + number % 3) for number in range(1600)]
+    expected = asking(own_models.transformer())
+    good = expected.answers(expected.inputs(texts))
+    file, predictor = tmp_path / "texts.json", asking(own_models.transformer())
+
+    def lines(skip_bad: bool) -> list[Any]:
+        file.write_text(json.dumps(texts))
+        blocks = predictor.blocks(str(file), ReadAs(skip_bad=skip_bad))
+        return [json.loads(line) for block in blocks for line in predictor.lines(block)]
+
+    assert lines(skip_bad=False) == good
+    texts[1500] = "A" * 13
+    with pytest.raises(UserError, match=r"^input 1500 has shape 13 \(int64\), which the model cannot take"):
+        lines(skip_bad=False)
+    texts[7] = 7
+    with pytest.raises(UserError, match=r"texts.json: input 7 cannot be read \(ValueError: it is not text\)"):
+        lines(skip_bad=False)
+    assert lines(skip_bad=True) == [one for number, one in enumerate(good) if number not in (7, 1500)]
+    assert predictor.left_out == 2
+    texts[1501] = "É"
+    with pytest.raises(ManyhandsError, match="input 1501"):
+        predictor.answers(predictor.inputs(texts[:7] + texts[8:1500] + ["A"] * 2 + texts[1501:]))
+
+
 class Two(nn.Module):
     """Takes two tensors, one by name, and gives a dict."""
 
@@ -157,6 +192,9 @@ def test_without_data_an_example_says_what_the_model_takes() -> None:
         UserError, match=r"its example_input: input 0 has shape 1 \(int64\); it must be an array of shape 3"
     ):
         asking(of_linear(example_input=[1]))
+    for example in (np.zeros(3), torch.zeros(3), [0, 0, float("nan")]):
+        with pytest.raises(UserError, match=r"its example_input is not JSON \(.*\); give numbers"):
+            asking(of_linear(example_input=example))
 
 
 def test_a_model_whose_output_has_no_row_for_each_input_never_mixes_answers() -> None:
@@ -183,6 +221,18 @@ def test_an_answer_that_is_no_json_is_an_error_of_its_request_alone() -> None:
     }
     assert sent[1] == bad[1]
     assert predictor.takes
+    around: list[Any] = []
+    around.append(around)
+    (sent,) = json.loads(answers_frame([{"status": 200, "answers": around}])[4:])
+    assert sent["status"] == 500
+
+
+def test_answers_that_are_too_large_are_an_error_of_their_requests_alone() -> None:
+    results = [{"status": 200, "answers": [0] * count} for count in (100, 10_000, 500, 1)]
+    small, large, crowded, last = json.loads(answers_frame(results, most_bytes=1800)[4:])
+    assert (small, last) == (results[0], results[3])
+    assert (large["status"], crowded["status"]) == (413, 503)
+    assert "at most 1.8 KiB can be sent; send fewer inputs at a time" in large["error"]
 
 
 @pytest.mark.parametrize(
@@ -279,6 +329,7 @@ import manyhands as mh, own_models
 made = own_models.cnn()
 number = 3
 def broken(argument): ...
+def without_data(): open("nowhere.csv")
 """
 
 
@@ -290,6 +341,8 @@ def broken(argument): ...
         ("named_here:mde", "named_here has no 'mde'; allowed: made"),
         ("named_here:number", "number gives a int; it must be a Task"),
         ("named_here:broken", "broken cannot be called without arguments"),
+        ("named_here:without_data", "without_data failed (FileNotFoundError: [Errno 2] No such file"),
+        ("json.py:task", "another module is called json ("),
         ("nowhere_at_all:task", "cannot be imported (ModuleNotFoundError: No module named 'nowhere_at_all')"),
         ("absent.py:task", "there is no file absent.py"),
         ("raises_here:task", "module raises_here cannot be imported (ZeroDivisionError: division by zero)"),
@@ -300,6 +353,7 @@ def test_a_task_that_is_not_there_gets_a_sentence(
 ) -> None:
     (tmp_path / "named_here.py").write_text(MODULE)
     (tmp_path / "raises_here.py").write_text("1 / 0")
+    (tmp_path / "json.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     with pytest.raises(UserError) as caught:

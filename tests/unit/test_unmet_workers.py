@@ -91,7 +91,7 @@ def test_a_successor_finds_what_its_predecessor_took_part_in() -> None:
     assert found == [([3.0], [0.0, 1.0, 1.0], [7, 7, 7])] * 2
     assert talk(words(store, 1)) == found[1]  # alone, and without waiting
     late = words(store, 1, timeout_s=0.05)
-    late.passed = lambda: 1
+    late.position = lambda: "1"
     with pytest.raises(PeerTimeout, match="worker 0 did not come"):
         late.meet(Call.BARRIER)
 

@@ -25,7 +25,10 @@ class _LaunchOptions:
     arguments: list[str] | None = argument(
         None, "Arguments of the script; after -- if they look like ours.", metavar="[ARGUMENTS]..."
     )
-    workers: int = option(2, "Processes on this host.")
+    workers: int = option(2, "Processes that train.")
+    cluster: str | None = option(
+        None, "Where they are started: ray, auto or ray://HOST:PORT.", shown="this host"
+    )
     strategy: str | None = option(
         None, "Strategy: mirrored, central, local or allreduce, with settings.", shown="mirrored"
     )
@@ -61,6 +64,7 @@ def launch_command(asked: _LaunchOptions) -> None:
             watchdog_s=asked.watchdog,
             allow_overload=asked.allow_overload,
             out=asked.out,
+            cluster=asked.cluster,
         )
     for note in summary["notes"]:
         print(f"manyhands: {note}", file=sys.stderr)
@@ -92,7 +96,8 @@ def role_command(asked: _RoleOptions) -> None:
     word = asked.arguments[0]
     if word != "train" and not word.endswith(".py"):
         raise UserError(
-            f"{word!r} cannot run as a role of a cluster; give train and a task after --, or a script that calls mh.fit"
+            f"{word!r} cannot run as a role of a cluster; give train and a task after --, or a script that calls "
+            "mh.fit or mh.join"
         )
     if role.type == "evaluator":
         print(f"manyhands: {EVALUATOR}", file=sys.stderr)

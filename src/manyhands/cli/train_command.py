@@ -56,8 +56,18 @@ class _TrainOptions(RunOptions):
     seed: Seed = 0
     device: str = option("cpu", "cpu or cuda; with cuda, workers take the GPUs in order.")
     autocast: bool = option(False, "Compute in bfloat16 where it is safe.", "--autocast")
+    float16: bool = option(False, "Compute in float16 where it is safe, with a scaled loss.", "--float16")
     compile_model: bool = option(False, "Use torch.compile.", "--compile")
     evaluate_every: int | None = option(None, "Steps between evaluations.")
+    restore_best: bool = option(
+        False, "End with the weights of the best evaluation, not of the last step.", "--restore-best"
+    )
+    log: str = option(
+        "", "Log these of each step: lr,grad_norm, or one of them.", metavar="NAMES", shown=False
+    )
+    profile: Path | None = option(
+        None, "Trace three steps of each worker into this folder, with torch.profiler.", metavar="DIR"
+    )
     allow_overload: AllowOverload = False
     slow: str | None = option(None, "Slow down a worker: worker=1,factor=5[,probability=0.1][,from=400].")
     progress: str = option("auto", "bar, lines or none; auto: a bar in a terminal, lines elsewhere.")
@@ -122,9 +132,16 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Train
 
 
 def _fit_options(common: _TrainOptions, out: Path, leads: bool) -> Options:
+    from manyhands.engine.callbacks import Callback
     from manyhands.engine.loggers import CsvLogger
-    from manyhands.engine.options import Options, Slowdown
+    from manyhands.engine.options import HALF, Options, Slowdown
+    from manyhands.engine.profiler import TorchProfiler
 
+    callbacks: list[Callback] = []
+    if common.csv_file is not None and leads:
+        callbacks.append(CsvLogger(common.csv_file))
+    if common.profile is not None:
+        callbacks.append(TorchProfiler(common.profile))
     return Options(
         evaluate_every=common.evaluate_every,
         checkpoint_every=common.checkpoint_every,
@@ -132,14 +149,16 @@ def _fit_options(common: _TrainOptions, out: Path, leads: bool) -> Options:
         resume_command=command_options.command_to_resume(sys.argv, out),
         watchdog_s=common.watchdog,
         slow=Slowdown.parse(common.slow) if common.slow is not None else None,
-        autocast=common.autocast,
+        autocast=HALF if common.float16 else common.autocast,
+        restore_best=common.restore_best,
+        log=[name.strip() for name in common.log.split(",")] if common.log else (),
         compile=common.compile_model,
         progress=common.progress,
         tls=common.tls,
         insecure=common.insecure,
         min_workers=common.min_workers,
         max_workers=common.max_workers,
-        callbacks=[CsvLogger(common.csv_file)] if common.csv_file is not None and leads else [],
+        callbacks=callbacks,
     )
 
 

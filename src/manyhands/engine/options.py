@@ -145,10 +145,11 @@ class Options:
             raise UserError(f"progress={self.progress!r}: {nearest(str(self.progress), PROGRESS)}")
         if self.insecure and self.tls is not None:
             raise UserError("tls and insecure were both given; leave out one")
-        for name in (self.log,) if isinstance(self.log, str) else self.log:
-            if name not in LOGGED or isinstance(self.log, str):
-                allowed = f"give some of {', '.join(LOGGED)} as a list"
-                raise UserError(f"log={self.log!r}: {name!r} cannot be logged so; {allowed}")
+        if isinstance(self.log, str):
+            raise UserError(f"log={self.log!r}: must be a list, such as ['lr', 'grad_norm']")
+        for name in self.log:
+            if name not in LOGGED:
+                raise UserError(f"log: {name!r} is not known; {nearest(str(name), LOGGED)}")
         check_watchdog_s(self.watchdog_s)
         for callback in self.callbacks:
             if not isinstance(callback, Callback):

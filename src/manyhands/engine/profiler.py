@@ -79,7 +79,9 @@ class StepProfiler:
         if asked is not None and not self._taken and step + 1 >= asked.first:
             from torch.profiler import profile
 
-            self._running = profile()  # of all that this machine can trace
+            self._running = profile(
+                acc_events=True
+            )  # of all that this machine can trace, without a warning about it
             self._running.start()
 
     def after(self) -> None:

@@ -93,6 +93,8 @@ class PartedModel(nn.Module):
             other.send(inputs)
         try:
             return self.first(*inputs)
+        except UserError:  # of the input, on every slice alike
+            raise
         except ManyhandsError as error:  # of the links: the slices are out of step, and stay so
             raise PartLost(str(error)) from error
         finally:
@@ -138,7 +140,13 @@ def compute_for(connection: socket.socket, module: nn.Module, name: str, *, answ
     """Apply `module` to what the first process sends, until that is gone; it `answers` with the output, or is done."""
     with connection, connection.makefile("rb") as stream, torch.inference_mode():
         while (body := received(stream)) is not None:
-            connection.sendall(_computed(module, _tensors(body), name, answers=answers))
+            try:
+                connection.sendall(_computed(module, _tensors(body), name, answers=answers))
+            except (
+                BrokenPipeError,
+                ConnectionResetError,
+            ):  # the first process is gone, and nobody reads this
+                return
 
 
 def _computed(module: nn.Module, given: Sequence[Tensor], name: str, *, answers: bool) -> bytes:
@@ -163,13 +171,16 @@ def _frame(tensors: Mapping[str, Tensor]) -> bytes:
 
 def received(stream: BinaryIO) -> bytes | None:
     """The next frame; None where the other side is gone."""
-    head = stream.read(LENGTH.size)
-    if len(head) < LENGTH.size:
+    try:
+        head = stream.read(LENGTH.size)
+        if len(head) < LENGTH.size:
+            return None
+        (length,) = LENGTH.unpack(head)
+        if length > MAX_FRAME_BYTES:
+            raise ManyhandsError(f"a frame announces {length} bytes; at most {MAX_FRAME_BYTES} are allowed")
+        body = stream.read(length)
+    except ConnectionError:  # it was killed before it had read all that was sent
         return None
-    (length,) = LENGTH.unpack(head)
-    if length > MAX_FRAME_BYTES:
-        raise ManyhandsError(f"a frame announces {length} bytes; at most {MAX_FRAME_BYTES} are allowed")
-    body = stream.read(length)
     return None if len(body) < length else body
 
 
@@ -224,7 +235,7 @@ class ModelParts:
 
     def roles(self, worker: str, stack: ExitStack) -> tuple[dict[str, int], list[Role]]:
         """Descriptors that the first process needs besides, and the others' roles; the stack closes our copies."""
-        if self.count == 1:
+        if not self._packed:
             return {}, []
         mesh = None if self._chained else stack.enter_context(SharedMesh(self.count))
         first, roles = self._inherited(mesh, 0), []

@@ -15,16 +15,19 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from manyhands.errors import ManyhandsError, UserError
+from manyhands.errors import ManyhandsError, UserError, format_bytes
 from manyhands.places.local.control import RoleContext
 from manyhands.places.local.packed_job import load
 from manyhands.places.local.status import State
-from manyhands.serving.model_parts import LENGTH, PartedModel, received
+from manyhands.serving.model_parts import LENGTH, MAX_FRAME_BYTES, PartedModel, received
 from manyhands.workloads.predictor import Predictor
 
-__all__ = ["answer_batch", "answers_frame", "frame", "replica"]
+__all__ = ["answer_batch", "answers_frame", "replica"]
 
 _MOST_SHOWN = 500  # characters of an error message
+_MOST_BYTES = MAX_FRAME_BYTES - (
+    4 << 20
+)  # of the answers in a frame; the rest is for errors in the place of others
 
 
 def replica(context: RoleContext) -> None:
@@ -38,7 +41,7 @@ def replica(context: RoleContext) -> None:
     with connection, connection.makefile("rb") as stream, torch.inference_mode():
         predictor.warm()
         context.mark(0, State.SERVING)
-        connection.sendall(frame({"ready": os.getpid()}))
+        connection.sendall(_framed(json.dumps({"ready": os.getpid()}).encode()))
         context.send({"ready": True})
         while (batch := received(stream)) is not None:
             connection.sendall(answers_frame(answer_batch(predictor, json.loads(batch))))
@@ -89,27 +92,31 @@ def _failed(error: Exception) -> dict[str, Any]:
     return {"status": 500, "error": why[:_MOST_SHOWN]}
 
 
-def answers_frame(results: Sequence[dict[str, Any]]) -> bytes:
-    """Return the frame of a batch's answers; what JSON lacks, such as non-finite numbers, becomes an error."""
-    try:
-        return frame(results)
-    except (ValueError, TypeError):
-        pass
-    not_finite = (
-        "the model's answer is not a finite number: the input is too large for it, or its training diverged"
-    )
-    sent = []
+def answers_frame(results: Sequence[dict[str, Any]], most_bytes: int = _MOST_BYTES) -> bytes:
+    """Return the frame of a batch's answers; what JSON lacks or is too large becomes an error of its request alone."""
+    bodies, left = [], most_bytes
     for one in results:
-        try:
-            frame(one)
-            sent.append(one)
-        except ValueError:
-            sent.append({"status": 500, "error": not_finite})
-        except TypeError as error:  # of a task's own `write_answer`
-            sent.append({"status": 500, "error": f"the model's answer is not JSON: {error}"[:_MOST_SHOWN]})
-    return frame(sent)
+        body = _encoded(one)
+        if len(body) > most_bytes:
+            size = f"{format_bytes(len(body))}, and at most {format_bytes(most_bytes)} can be sent"
+            body = _encoded({"status": 413, "error": f"the answers have {size}; send fewer inputs at a time"})
+        elif len(body) > left:
+            why = "the answers of a batch were too large together; try again in a moment"
+            body = _encoded({"status": 503, "error": why})
+        left -= len(body)
+        bodies.append(body)
+    return _framed(b"[" + b",".join(bodies) + b"]")
 
 
-def frame(value: Any) -> bytes:
-    body = json.dumps(value, allow_nan=False).encode()
+def _encoded(result: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(result, allow_nan=False).encode()
+    except ValueError:
+        why = "is not a finite number: the input is too large for it, or its training diverged"
+    except (TypeError, RecursionError) as error:  # of a task's own `write_answer`
+        why = f"is not JSON: {error}"
+    return json.dumps({"status": 500, "error": f"the model's answer {why}"[:_MOST_SHOWN]}).encode()
+
+
+def _framed(body: bytes) -> bytes:
     return LENGTH.pack(len(body)) + body

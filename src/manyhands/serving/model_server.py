@@ -188,7 +188,7 @@ def checked_body(body: bytes | bytearray, limits: BodyLimits) -> int:
     """Return the number of inputs of a body; rejects one that is not `{"inputs": [...]}`."""
     wanted = 'send {"inputs": [...]}'
     try:
-        value = json.loads(body.decode("utf-8"))
+        value = json.loads(body.decode("utf-8"), parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise RequestRefused(400, f"The body is not JSON ({str(error)[:100]}); {wanted}.") from error
     if json_depth(bytes(body)) > MOST_NESTED:
@@ -201,6 +201,10 @@ def checked_body(body: bytes | bytearray, limits: BodyLimits) -> int:
         why = f"A request has at most {limits.inputs:,} inputs, not {len(inputs):,}; send fewer at a time."
         raise RequestRefused(413, why)
     return len(inputs)
+
+
+def _no_number(word: str) -> None:
+    raise ValueError(f"{word} is no number in JSON; null says that one is missing")
 
 
 def _error(sentence: str) -> bytes:
@@ -353,7 +357,7 @@ class ServeOptions:
     host: str = LOOPBACK
     port: int = 0
     names: tuple[str, ...] = ()  # further names that clients reach the server by, as in the Host header
-    token: str | None = None  # None: a new one at every start
+    token: str | None = field(default=None, repr=False)  # None: a new one at every start
     batches: BatchLimits = field(default_factory=BatchLimits)
     bodies: BodyLimits = field(default_factory=BodyLimits)
 

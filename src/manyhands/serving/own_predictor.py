@@ -8,7 +8,9 @@ Inputs of one shape are computed together; those of another are a batch of their
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, ClassVar, TypeAlias
 
@@ -24,10 +26,19 @@ from manyhands.errors import DataError, ManyhandsError, UserError, first_line
 from manyhands.task import Task
 from manyhands.workloads.predictor import ModulePredictor, ReadAs
 
-__all__ = ["ModelInput", "OwnPredictor", "inputs_of_loss"]
+__all__ = ["ModelInput", "OwnInput", "OwnPredictor", "inputs_of_loss"]
 
 ModelInput: TypeAlias = dict[int | str, Tensor]
 """What a model is called with, by place or name: for one input without the dimension of the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnInput:
+    """One input as read, and its number in its file or request, from 0."""
+
+    number: int
+    tensors: ModelInput
+
 
 _AT_ONCE = 1024
 _MOST_TYPED = 1024  # numbers of an example that is shown
@@ -36,7 +47,7 @@ _JITTER = 0.1
 _READ = {"f": np.float64, "i": np.int64, "u": np.uint64, "b": np.bool_}  # by the kind of an array's numbers
 
 
-class OwnPredictor(ModulePredictor[list[ModelInput]]):
+class OwnPredictor(ModulePredictor[list[OwnInput]]):
     """Asks `model`, which belongs to `task`; UserError where nothing tells what the model takes."""
 
     formats: ClassVar[tuple[str, ...]] = ("auto", "json", "npy")
@@ -45,6 +56,7 @@ class OwnPredictor(ModulePredictor[list[ModelInput]]):
     def __init__(self, model: nn.Module, task: Task) -> None:
         super().__init__(model)
         self.task = task.name
+        self._skips_bad = False
         self._read, self._write = task.read_input, task.write_answer or as_json
         self._example, self._first = task.example_input, ModelInput()
         said = (self._read.__doc__ if isinstance(self._read, FunctionType) else None) or ""
@@ -64,20 +76,26 @@ class OwnPredictor(ModulePredictor[list[ModelInput]]):
                 self._example = as_json(torch.zeros_like(first))
         if task.example_input is not None:
             try:
-                self._first = self._row(0, task.example_input)
+                json.dumps(task.example_input, allow_nan=False)
+                self._first = self._row(0, task.example_input).tensors
             except UserError as error:
                 raise UserError(f"task {task.name!r}: its example_input: {error}") from error
+            except (TypeError, ValueError) as error:
+                raise UserError(
+                    f"task {task.name!r}: its example_input is not JSON ({first_line(error)}); give numbers, texts, "
+                    "lists or dicts of them"
+                ) from error
 
     @property
     def example(self) -> Any:
         return self._example
 
     def warm(self) -> None:
-        self.answers([self._first])
+        self.answers([OwnInput(0, self._first)])
 
-    def blocks(self, source: str, read_as: ReadAs) -> Iterator[list[ModelInput]]:
+    def blocks(self, source: str, read_as: ReadAs) -> Iterator[list[OwnInput]]:
         self.check_format(read_as)
-        self.left_out = 0
+        self.left_out, self._skips_bad = 0, read_as.skip_bad
         values = read_values(source, read_as.format)
         for begin in range(0, len(values), _AT_ONCE):
             rows = []
@@ -90,29 +108,49 @@ class OwnPredictor(ModulePredictor[list[ModelInput]]):
                     self.left_out += 1
             yield rows
 
-    def inputs(self, values: Sequence[Any]) -> list[ModelInput]:
+    def inputs(self, values: Sequence[Any]) -> list[OwnInput]:
         return [self._row(number, value) for number, value in enumerate(values)]
 
-    def together(self, parts: Sequence[list[ModelInput]]) -> list[ModelInput]:
+    def together(self, parts: Sequence[list[OwnInput]]) -> list[OwnInput]:
         return [row for part in parts for row in part]
 
-    def answers(self, inputs: list[ModelInput]) -> list[Any]:
+    def answers(self, inputs: list[OwnInput]) -> list[Any]:
+        return list(self._in_order(inputs, skips_bad=False))
+
+    def lines(self, inputs: list[OwnInput]) -> Iterator[str]:
+        """Inputs whose shape the model cannot take are left out and counted, where that was asked for."""
+        found = self._in_order(inputs, skips_bad=self._skips_bad)
+        return (json.dumps(answer, ensure_ascii=False) for answer in found)
+
+    def _in_order(self, inputs: Sequence[OwnInput], *, skips_bad: bool) -> Iterator[Any]:
         alike: dict[tuple[Any, ...], list[int]] = {}
-        for number, row in enumerate(inputs):
-            alike.setdefault(tuple((key, one.shape) for key, one in row.items()), []).append(number)
+        for place, row in enumerate(inputs):
+            alike.setdefault(tuple((key, one.shape) for key, one in row.tensors.items()), []).append(place)
         found: dict[int, Any] = {}
-        for numbers in alike.values():
-            batch = {
-                key: torch.stack([inputs[number][key] for number in numbers]) for key in inputs[numbers[0]]
-            }
-            output = self._computed(batch, numbers[0])
-            for place, number in enumerate(numbers):
-                row = _row_of(output, place, len(numbers))
-                try:
-                    found[number] = self._write(row)
-                except Exception as error:
-                    raise ManyhandsError(f"write_answer failed for input {number} ({_why(error)})") from error
-        return [found[number] for number in range(len(inputs))]
+        for places in alike.values():
+            found |= self._of_one_shape({place: inputs[place] for place in places}, skips_bad=skips_bad)
+        return (found[place] for place in sorted(found))
+
+    def _of_one_shape(self, rows: Mapping[int, OwnInput], *, skips_bad: bool) -> dict[int, Any]:
+        """The answers to inputs of one shape; where the model fails, each is computed alone to find which is wrong."""
+        try:
+            output = self._computed(list(rows.values()))
+        except ManyhandsError as error:
+            if len(rows) > 1:
+                alone = [self._of_one_shape({place: rows[place]}, skips_bad=skips_bad) for place in rows]
+                return {place: answer for one in alone for place, answer in one.items()}
+            if not skips_bad or not isinstance(error, UserError):
+                raise
+            self.left_out += 1
+            return {}
+        found = {}
+        for at, (place, row) in enumerate(rows.items()):
+            one = _row_of(output, at, len(rows))
+            try:
+                found[place] = self._write(one)
+            except Exception as error:
+                raise ManyhandsError(f"write_answer failed for input {row.number} ({_why(error)})") from error
+        return found
 
     def example_batch(self, count: int, seed: int = 0) -> tuple[Tensor, ...]:
         """The first input, repeated with some noise."""
@@ -129,7 +167,8 @@ class OwnPredictor(ModulePredictor[list[ModelInput]]):
             for one in (torch.stack([first] * count) for first in self._first.values())
         )
 
-    def _computed(self, batch: ModelInput, number: int) -> Any:
+    def _computed(self, rows: Sequence[OwnInput]) -> Any:
+        batch = {key: torch.stack([row.tensors[key] for row in rows]) for key in rows[0].tensors}
         kept = next(self.model.parameters(), torch.empty(0)).dtype
         if kept == torch.bfloat16:  # by `precision`
             batch = {key: one.to(kept) if one.is_floating_point() else one for key, one in batch.items()}
@@ -138,10 +177,8 @@ class OwnPredictor(ModulePredictor[list[ModelInput]]):
         try:
             with torch.inference_mode():
                 return self.model(*places, **names)
-        except ManyhandsError:
-            raise
         except Exception as error:
-            given = [one[0] for one in batch.values()]
+            number, given = rows[0].number, list(rows[0].tensors.values())
             usual = [one for key, one in self._first.items() if key in batch]
             if [one.shape for one in given] == [one.shape for one in usual]:
                 raise ManyhandsError(f"the model failed on input {number} ({_why(error)})") from error
@@ -150,10 +187,10 @@ class OwnPredictor(ModulePredictor[list[ModelInput]]):
                 f"it takes is {_sizes(*usual)}"
             ) from error
 
-    def _row(self, number: int, value: Any) -> ModelInput:
+    def _row(self, number: int, value: Any) -> OwnInput:
         if self._read is None:
             [(key, first)] = self._first.items()
-            return {key: self._tensor(number, value, first)}
+            return OwnInput(number, {key: self._tensor(number, value, first)})
         try:
             given = self._read(value.tolist() if isinstance(value, np.ndarray | np.generic) else value)
         except Exception as error:
@@ -168,7 +205,7 @@ class OwnPredictor(ModulePredictor[list[ModelInput]]):
                     f"input {number} has shape {_sizes(one)}; a shape that the model takes is {_sizes(first)}"
                 )
             row[key] = one.to(first.dtype)
-        return row
+        return OwnInput(number, row)
 
     def _tensor(self, number: int, value: Any, first: Tensor) -> Tensor:
         """An array of numbers as the tensor of one input; numpy reads it, because torch would cut off and overflow."""

@@ -36,6 +36,10 @@ def own_task(text: str) -> Task:
     except Exception as error:  # the module is the user's, and may raise anything
         why = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(f"--task {text}: module {module} cannot be imported ({why})") from error
+    if where.endswith(".py") and Path(found.__file__ or "").resolve() != file.resolve():
+        raise UserError(
+            f"--task {text}: another module is called {module} ({found.__file__}); rename the file"
+        )
     if not hasattr(found, name):
         raise UserError(f"--task {text}: {module} has no {name!r}; {nearest(name, sorted(_offers(found)))}")
     made = getattr(found, name)
@@ -44,6 +48,9 @@ def own_task(text: str) -> Task:
             made = made()
         except TypeError as error:
             why = f"{name} cannot be called without arguments: {first_line(error)}"
+            raise UserError(f"--task {text}: {why}") from error
+        except Exception as error:  # a file of its data that is not there, say
+            why = f"{name} failed ({type(error).__name__}: {first_line(error)})"
             raise UserError(f"--task {text}: {why}") from error
     if not isinstance(made, Task):
         raise UserError(f"--task {text}: {name} gives a {type(made).__name__}; it must be a Task")

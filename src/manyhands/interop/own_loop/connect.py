@@ -107,6 +107,10 @@ def connect(place: ProcessPlace, name: str, requested: Strategy | None, timeout_
     if requested is not None and loop is not None:
         end = loop.open(place, name, choose(requested, [range(place.world)]), timeout_s)
         return GroupConnection(strategy=requested, words=StoreWords(end), exchange=end, rounds=FreeRounds)
+    if "ps" in place.roles:
+        raise UserError(
+            f"the cluster lists ps, but strategy={requested or _BY_DEFAULT} has no servers; leave ps out"
+        )
     store = PrefixStore(f"manyhands/{name}", place.open_store(timeout_s))
     with ExitStack() as stack:
         stack.enter_context(nullcontext(store))  # rank 0 may host it: it lives as long as the group

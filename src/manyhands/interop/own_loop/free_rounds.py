@@ -42,17 +42,17 @@ class StoreWords(Words):
     def __init__(self, end: LoopEnd) -> None:
         super().__init__(AloneCollective())
         self.rank, self.world, self._store = end.rank, end.world, end.store
-        self._at, self._numbers = -1, Counter[str]()
-        self.passed: Callable[[], int] = lambda: 0  # how many batches the loop has passed
+        self._at, self._numbers = "", Counter[str]()
+        self.position: Callable[[], str] = lambda: "0"  # how many batches the loop has passed, or is in
         self.is_apart: Callable[[], bool] = lambda: False  # whether this worker is at a batch of its own
 
     def name(self, what: str = "") -> str:
         """The name of the next exchange: the same on all workers, and for a worker's successor."""
-        passed = self.passed()
-        if passed != self._at:
-            self._at, self._numbers = passed, Counter()
+        position = self.position()
+        if position != self._at:
+            self._at, self._numbers = position, Counter()
         self._numbers[what] += 1
-        return f"{what}@{passed}/{self._numbers[what]}"
+        return f"{what}@{position}/{self._numbers[what]}"
 
     def all(self, value: bytes) -> list[bytes]:
         """Collective: what every worker brings, by rank; where each is at a batch of its own, what this one brings."""
@@ -137,7 +137,7 @@ class FreeRounds(Rounds):
         self.readings: FreeReadings = FreeReadings(
             self._share, self._weigh, self._handed_out, self._schedule.asked_for_more
         )
-        words.passed = self._passed
+        words.position = self._position
         words.is_apart = lambda: not self.together and self.readings.passed is not None
         self._drawn = 0  # batches of the training that were drawn from loaders, of all workers
         self._start = 0  # of those, how many a predecessor had done
@@ -255,7 +255,7 @@ class FreeRounds(Rounds):
             return
         self.exchange.leave()
         # Wherever each has left its loop, all of them are at its end.
-        self.words.passed, self.words.is_apart = lambda: -2, lambda: False
+        self.words.position, self.words.is_apart = lambda: "end", lambda: False
         buffers = list(self._model.buffers()) if self._keeps_buffers and self.world > 1 else []
         for buffer in buffers:
             flat = buffer.detach().contiguous().view(-1).view(torch.uint8).clone()
@@ -291,6 +291,10 @@ class FreeRounds(Rounds):
     def _passed(self) -> int:
         passed = self.readings.passed
         return self._drawn if passed is None else passed
+
+    def _position(self) -> str:
+        """A successor passes over a batch: what was exchanged inside must not count among what comes after it."""
+        return f"{self._passed()}{'' if self.readings.passed is None else ' inside'}"
 
     def _own_part(self, size: int) -> Turn | None:
         index, self._drawn = self._drawn, self._drawn + 1

@@ -100,8 +100,8 @@ def open_group(
         raise UserError(f"check_every={check_every} must be at least 1, or 0 to disable the check")
     launched = place.launched
     parsed = Strategy.parse(strategy) if strategy is not None else None
-    requested = _given_once("strategy", parsed, launched.strategy if launched is not None else None)
-    device = _given_once("device", device, launched.device if launched is not None else None)
+    requested = _given_once("strategy", parsed, place.strategy)
+    device = _given_once("device", device, place.device)
     where = check_device(device or "cpu")
     if launched is not None and out is not None:
         raise UserError(f"out={out}: set it in the launcher: manyhands launch --out {out}")

@@ -9,11 +9,10 @@ imported here (`connect` does), so that the workers find them in the cache. A la
 from __future__ import annotations
 
 import os
-import runpy
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from manyhands.data.store.rundir import RunDirectory
 from manyhands.engine.device import check_device, sharing_sentence
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.interop.own_loop.connect import choose, own_loop_config
+from manyhands.interop.own_loop.placed_script import ScriptRun, run_as_main
 from manyhands.native.version import __version__
 from manyhands.observe.analyse.collect import Collector
 from manyhands.observe.record.event_ring import BlackBoxes, EventRing
@@ -31,7 +31,7 @@ from manyhands.places.local.control import RoleContext
 from manyhands.places.local.host import check_capacity, check_watchdog_s, of_processes
 from manyhands.places.local.supervisor import LocalCluster, Role
 from manyhands.places.local.watchdog import Watched
-from manyhands.places.place import LAUNCHER_VARIABLE
+from manyhands.places.place import LAUNCHER_VARIABLE, find_place
 from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy
 
@@ -47,17 +47,12 @@ def run_script(
     role: tuple[str, int] | None = None,
     world: int = 0,
 ) -> Mapping[str, Any]:
-    sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(script.resolve().parent))
     launched = process_place.Launched(
         context=context, strategy=strategy, device=device, role=role, world=world
     )
     process_place.launched = launched
     try:
-        runpy.run_path(str(script), run_name="__main__")
-    except SystemExit as leaving:
-        if leaving.code not in (None, 0):
-            raise
+        run_as_main(script, arguments)
     finally:
         process_place.launched = None
     if role is not None and not launched.counts:
@@ -78,13 +73,15 @@ def launch(
     watchdog_s: float = 60.0,
     out: str | Path | None = None,
     allow_overload: bool = False,
+    cluster: str | None = None,
 ) -> dict[str, Any]:
     """Run `script` with `arguments` on `workers` processes, and return where their time went.
 
     Raises UserError for what makes no sense, in the script's use of manyhands too, and WorkerFailed naming the first
     worker that failed. When nobody makes progress for `watchdog_s` (0: for ever), Hang says who holds the others up.
     With `out`, the run is kept there, for `timeline`, `explain` and `watch`. Workers that do not fit on this
-    host are refused (Overload) unless `allow_overload`. When it returns or raises, no worker is left.
+    host are refused (Overload) unless `allow_overload`. With `cluster`, Ray starts the processes, and this one is the
+    first of them. When it returns or raises, no worker is left.
     """
     path = Path(script)
     if not path.is_file():
@@ -95,8 +92,20 @@ def launch(
     chosen = choose(requested, [range(workers)])  # refuses a strategy that cannot be
     check_device(device or "cpu")
     check_watchdog_s(watchdog_s)
+    asked: Any = {"requested": requested, "requested_device": device}
+    run = ScriptRun(path, tuple(arguments), workers=workers, strategy=chosen, **asked)
+    if cluster is not None:
+        if out is not None:
+            raise UserError(f"out={out} with cluster={cluster}: call mh.join(out=...) in the script instead")
+        return _run_at_place(cluster, run)
     check_capacity(of_processes(), sum(chosen.processes(workers).values()), allow_overload=allow_overload)
-    job = partial(run_script, script=path, arguments=tuple(arguments), strategy=requested, device=device)
+    return _run_here(run, watchdog_s, out)
+
+
+def _run_here(script: ScriptRun, watchdog_s: float, out: str | Path | None) -> dict[str, Any]:
+    path, chosen, workers = script.script, script.strategy, script.workers
+    asked: Any = {"strategy": script.requested, "device": script.requested_device}
+    job = partial(run_script, script=path, arguments=script.arguments, **asked)
     with ExitStack() as stack:
         directory = None
         if out is not None:
@@ -111,7 +120,7 @@ def launch(
             if directory is not None:
                 directory.record_end(error, time.monotonic() - began)
             raise
-        sharing = sharing_sentence(device or "cpu", workers)
+        sharing = sharing_sentence(script.device, workers)
         summary = {
             "task": path.name,
             "strategy": str(chosen),
@@ -128,6 +137,14 @@ def launch(
             except WriteFailed as error:  # the script has done its work
                 summary["notes"] = [*summary["notes"], str(error)]
         return summary
+
+
+def _run_at_place(cluster: str, script: ScriptRun) -> dict[str, Any]:
+    began = time.monotonic()
+    find_place(cluster, {}).run(replace(script, script=script.script.resolve()))
+    facts: dict[str, Any] = {"task": script.script.name, "strategy": str(script.strategy)}
+    facts |= {"workers": script.workers, "joined": True, "seconds": time.monotonic() - began}
+    return {**facts, "notes": [], "per_worker": []}
 
 
 def _run(

@@ -21,10 +21,11 @@ from manyhands.errors import ManyhandsError, UserError, first_line
 from manyhands.native.version import __version__
 from manyhands.places.external.specification import ClusterRole, ClusterSpec, check_hosts
 from manyhands.places.local.control import RoleContext
-from manyhands.places.place import LAUNCHER_VARIABLE, TF_CONFIG, Place, PlacedRun, is_worker
+from manyhands.places.place import LAUNCHER_VARIABLE, TF_CONFIG, Place, PlacedRun, find_place, is_worker
 from manyhands.strategy import Strategy
 
 __all__ = [
+    "ExternalPlace",
     "Launched",
     "ProcessPlace",
     "SpecificationPlace",
@@ -75,6 +76,9 @@ class ProcessPlace:
     leaves: bool = False
     """Whether it only finishes the pending work of its slot and takes no further part in the run."""
     launched: Launched | None = None
+    strategy: Strategy | None = None  # what its launcher asks for, in a loop of the user's own
+    device: str | None = None
+    has_chief: bool = False  # whether rank 0 of processes without a specification only leads
     master: str | None = None
     """The address of torchrun's store, used to choose the network interface that leads there."""
 
@@ -85,6 +89,11 @@ class ProcessPlace:
     @property
     def leads(self) -> bool:
         return self.rank == 0
+
+    @property
+    def roles(self) -> dict[str, int]:
+        """How many processes each role has, where a specification says so."""
+        return {kind: len(listed) for kind, listed in self.cluster.addresses.items()} if self.cluster else {}
 
     @property
     def name(self) -> str:
@@ -109,6 +118,8 @@ def joining_place(environment: Mapping[str, str] = os.environ) -> ProcessPlace:
             role=role,
             open_store=lambda _: FileStore(f"/proc/self/fd/{context.descriptor('store')}", context.world),
             launched=launched,
+            strategy=launched.strategy,
+            device=launched.device,
         )
     if version is not None:
         raise UserError(
@@ -116,6 +127,9 @@ def joining_place(environment: Mapping[str, str] = os.environ) -> ProcessPlace:
         )
     if is_worker():
         raise UserError("this process is a worker of fit, which has its own loop; join is for scripts")
+    declared = find_place(environment={})
+    if isinstance(declared, ExternalPlace):
+        return declared.joining()
     specified = SpecificationPlace.found(environment) if TF_CONFIG in environment else None
     if specified is not None:
         return specified.joining()
@@ -183,13 +197,16 @@ class ExternalPlace(Place):
     def resolve(self, strategy: Strategy, workers: int | None) -> tuple[Strategy, int]:
         """What the strategy is on the processes that there are; UserError where another number was asked for."""
         spec, world = self.process.cluster, self.process.world
-        roles = {kind: len(listed) for kind, listed in spec.addresses.items()} if spec is not None else {}
-        placed, count = strategy.placed(world, roles)
+        placed, count = strategy.placed(world, self.process.roles)
         if workers is not None and workers != count:
             who = "the cluster lists" if spec is not None else f"{self.kind} started"
             each = "all of them workers" if count == world else f"{count} of them workers"
             raise UserError(f"workers={workers}: {who} {world} processes, {each}; leave it out")
         return placed, count
+
+    def joining(self) -> ProcessPlace:
+        """The place of this process with a loop of its own."""
+        return self.process
 
     def run(self, run: PlacedRun) -> Any:
         return run.take_part(self.process)
@@ -231,19 +248,18 @@ class SpecificationPlace(ExternalPlace):
         )
 
     def joining(self) -> ProcessPlace:
-        """The place of a process with a loop of its own: the first worker's address has the store."""
+        """The leader's address has the store, where the processes find all other addresses."""
         place, spec = self.process, self.process.cluster
         assert spec is not None, "a role is one of a specification"
         assert place.leader is not None, "whose addresses are known"
-        if "ps" in spec.addresses:
+        if "ps" in spec.addresses and "chief" not in spec.addresses:
             raise UserError(
-                "TF_CONFIG lists ps, but a loop of your own has workers only under a cluster specification; leave ps "
-                "out, or start it with manyhands launch --strategy ps"
+                "the cluster lists ps but no chief, which leads the servers of a loop of your own; add a chief"
             )
         host, _, port = place.leader.rpartition(":")
         host = host.strip("[]")
         hosted = partial(_open_tcp_store, host, int(port), hosted=place.rank == 0)
-        return replace(place, open_store=hosted, master=host)
+        return replace(place, open_store=hosted, master=host, leader=None)
 
     def run(self, run: PlacedRun) -> Any:
         spec = self.process.cluster

@@ -133,7 +133,8 @@ class RankAssignment:
             before = sum(len(self.actors[kind]) for kind in kinds[: kinds.index(role)])
             rank = 1 + before + index - self.actors[role].start
         own = {"rank": rank, "world": self.world, "role": role, "index": index}
-        return {**own, "master": master, "later": self.later, "leaves": leaves}
+        leads = {"has_chief": self.leader[0] == "chief", "later": self.later, "leaves": leaves}
+        return {**own, "master": master, **leads}
 
 
 def _lead(run: PlacedRun, cluster: RayCluster) -> Any:

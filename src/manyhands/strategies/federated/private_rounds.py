@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manyhands.errors import UserError
+from manyhands.errors import UserError, num_of
 from manyhands.strategies.federated import privacy_noise
 from manyhands.strategies.federated.privacy_noise import LEAST_STEPS, TAIL, ClipRule, RoundNoise, UniformDraws
 from manyhands.strategies.federated.secure.fixedpoint import FixedPoint
@@ -31,6 +31,7 @@ from manyhands.strategies.federated.secure.secure_messages import fewest_clients
 from manyhands.strategy import check_choice
 
 __all__ = [
+    "CLIENTS",
     "FIXED",
     "SERVER",
     "SYSTEM",
@@ -157,6 +158,16 @@ class Spending:
     def affords(self, chosen: Sequence[int]) -> bool:
         rounds = self._rounds[list(chosen)] if self._apart else self._rounds
         return self.most_rounds is None or bool((rounds < self.most_rounds).all())
+
+    def require(self, more: int) -> None:
+        """UserError where so many more rounds of the client with the most would exceed the budget."""
+        left = more if self.most_rounds is None else max(0, self.most_rounds - int(self._rounds.max()))
+        if left < more:
+            raise UserError(
+                f"epsilon={self._epsilon:g}: the run to resume has spent {self.epsilon_after(0):.4g} of it, which with "
+                f"noise={self._kind.noise:g} leaves {left} of {num_of(more, 'more round')}; use fewer rounds, more "
+                "noise, or a larger epsilon"
+            )
 
     def why_over(self) -> str:
         next_one = "the next round would bring a client to" if self._apart else "another one would make it"

@@ -30,7 +30,10 @@ class ServedStages(ServedParts):
             if getattr(strategy, name) > 1:
                 raise UserError(f"--strategy {strategy}: a served model has stages only; leave {name} out")
         if len(example) != 1:
-            raise UserError(f"--strategy {strategy}: a model in stages takes one tensor, not {len(example)}")
+            raise UserError(
+                f"--strategy {strategy}: a model in stages takes one tensor, not {len(example)}; use 'tensor slices="
+                f"{strategy.stages}'"
+            )
         chain, stages = chain_of(model), strategy.stages
         if stages > len(chain):
             raise UserError(

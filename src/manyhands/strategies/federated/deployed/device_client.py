@@ -357,9 +357,10 @@ class Device:
             if roster.get(self._client) != public_identity(self._state.secret):
                 raise ProtocolRefused("the server has a different key for this device")
             party = SecureClient(self._client, self._state.secret, roster, terms, bytes.fromhex(self._hash))
-            words = words_of(terms.fixed, update, self._algorithm.weight(update))
+            weight = self._algorithm.weight(update)
             if self._plan.strategy.privacy.rule is not None:
-                words = words_of(terms.fixed, private_update(self._plan.strategy, update, terms), 1.0)
+                update, weight = private_update(self._plan.strategy, update, terms), 1.0
+            words = words_of(terms.fixed, update, weight)
             while party.stage < SecureStage.DONE:
                 target, message = f"/secure/{attempt}/{int(party.stage)}", self._stage_message(attempt, party)
                 if message is None or self._request("POST", target, party.answer(message, words)) is None:

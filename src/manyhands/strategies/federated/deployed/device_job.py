@@ -221,6 +221,8 @@ class FederatedJob:
         self._check_privacy()
 
     def _check_privacy(self) -> None:
+        if self.strategy.noise:
+            need_accountant()
         private = self.private_rounds()
         if private is None:
             return
@@ -232,7 +234,6 @@ class FederatedJob:
             )
         if spending is None:
             return
-        need_accountant()
         if spending.most_rounds is not None and spending.most_rounds < self.settings.rounds:
             raise UserError(
                 f"epsilon={self.strategy.epsilon:g}: with noise={self.strategy.noise:g} it is spent after "

@@ -33,6 +33,7 @@ from manyhands.strategies.federated.deployed import protocol
 from manyhands.strategies.federated.deployed.device_job import FederatedJob, initial_model
 from manyhands.strategies.federated.deployed.protocol import MessageRejected, whole_in
 from manyhands.strategies.federated.deployed.run_files import ServerFiles
+from manyhands.strategies.federated.private_rounds import CLIENTS
 from manyhands.strategies.federated.secure.fixedpoint import sum_of
 from manyhands.strategies.federated.secure.primitives import ProtocolRefused, digest_of, verify
 from manyhands.strategies.federated.secure.secure_messages import SEALED_BYTES, SecureTerms
@@ -157,15 +158,35 @@ class RoundServer:
             if self._private is not None and (forecast := self._private.forecast(job.settings.rounds)):
                 notify(forecast)
         else:
-            self.state, loaded = found
+            self.state, loaded, undone = found
             self._model.load_state_dict(loaded.model)
             self._algorithm.load_state(loaded.extra.get("algorithm", {}))
             counted = loaded.extra.get("counted_in", {})
             self._counted_in = {int(client): int(number) for client, number in counted.items()}
             if self._private is not None:
                 self._private.restore(loaded.extra.get("privacy") or None)
+            self._count_unsaved(undone, loaded.extra.get("rows", []))
         self._do(core.ServerResumed(at_s=at_s))
         self._refresh()
+
+    def _count_unsaved(self, undone: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Count what a server that was killed has given away beyond its checkpoint; UserError if that is too much.
+
+        Whoever got the model of an undone round has it. A sum with the noise of devices may have been seen, and its
+        attempt is repeated; a sum whose noise the server adds is told only with its checkpoint.
+        """
+        if self._private is None or (spending := self._private.spending) is None:
+            return
+        strategy, state = self._job.strategy, self.state
+        for _ in range(undone):
+            spending.take(range(strategy.clients))
+        seen = strategy.noise_by == CLIENTS and state.phase is core.RoundPhase.REPORTING
+        if seen:
+            spending.take(state.asked)
+        spending.require(self._terms.rounds - state.done)
+        if undone or seen:  # before the next round tells more
+            self._files.directory.metrics.truncate_after(state.done - 1)
+            self._save(rows)
 
     def _save(self, rows: Sequence[Mapping[str, Any]]) -> None:
         privacy = self._private.state() if self._private is not None else {}
@@ -414,10 +435,10 @@ class RoundServer:
                 f"round {self.state.done}: rejected the update of {came}: larger than "
                 f"norm_ratio={self._terms.norm_ratio:g} times the median of {usual:.2g}"
             )
-        shown = "".join(f"  {name} {value:.4f}" for name, value in measured.items())
+        figures = measured if math.isnan(loss) else {"loss": loss, **measured}
+        shown = "".join(f"  {name} {value:.4f}" for name, value in figures.items())
         self.notify(
-            f"round {self.state.done} of {self._terms.rounds}: {num_of(len(counted), 'update')}"
-            f"  loss {loss:.4f}{shown}"
+            f"round {self.state.done} of {self._terms.rounds}: {num_of(len(counted), 'update')}{shown}"
         )
 
     def _forget(self) -> None:

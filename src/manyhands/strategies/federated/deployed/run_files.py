@@ -174,16 +174,20 @@ class ServerFiles(Closeable):
             self.directory.metrics.append(*rows)
         self.save_state(state)
 
-    def load(self) -> tuple[RoundState, Loaded] | None:
-        """The state to resume from; None where nothing was stored yet. The history is cut back to the checkpoint."""
+    def load(self) -> tuple[RoundState, Loaded, int] | None:
+        """The state to resume from, and how many rounds had counted after it, whose checkpoints are damaged.
+
+        None where nothing was stored yet. The history is cut back to the checkpoint.
+        """
         try:
             loaded = self._checkpoints.load()
         except NoCheckpoint:
             return None
-        state = state_of(loaded.extra.get("rounds"))
+        state, undone = state_of(loaded.extra.get("rounds")), 0
         stored = read_json(self._folder / _STATE)
         if stored:
             newer = state_of(stored)
+            undone = max(0, newer.done - state.done)
             attempt, abandoned = max(state.attempt, newer.attempt), max(state.abandoned, newer.abandoned)
             state = newer if newer.done == state.done else state
             rejected = max(state.rejected, newer.rejected)
@@ -192,7 +196,7 @@ class ServerFiles(Closeable):
         metrics.truncate_after(state.done)
         if not any(row["step"] == state.done for row in metrics.read()):
             metrics.append(*loaded.extra.get("rows", []))
-        return state, loaded
+        return state, loaded, undone
 
     def close(self) -> None:
         self.directory.close()

@@ -117,7 +117,7 @@ def ps_ranks(strategy: Ps, place: ProcessPlace) -> PsRanks:
         names = tuple(f"{role} at {place.cluster.address(role)}" for role in roles)
         return PsRanks(servers=serving, workers=working, names=names)
     servers = strategy.num_server_processes
-    first = 1 if place.role == "chief" else 0
+    first = int(place.has_chief)
     serving, working = tuple(range(first, first + servers)), tuple(range(first + servers, place.world))
     if first:
         names = (

@@ -170,7 +170,7 @@ class ServedLoop(LoopEnd):
             assert isinstance(job, LoopJob), "launch has started this process"
             slot = None if place.role == "ps" else place.rank
             return cls(place, name, replace(job, timeout_s=timeout_s), slot, store)
-        placed, workers = strategy.placed(place.world, {})
+        placed, workers = strategy.placed(place.world - place.has_chief, place.roles)
         ranks = ps_ranks(placed, place).workers
         job = loop_job(replace(placed, link="tcp"), workers, timeout_s)
         return cls(place, name, job, ranks.index(place.rank) if place.rank in ranks else None, store)

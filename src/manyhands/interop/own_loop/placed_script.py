@@ -1,0 +1,97 @@
+"""A script as a run that a place gives its processes: each of them runs it, as under torchrun, and rank 0 leads.
+
+Light to import: it travels to every process.
+"""
+
+from __future__ import annotations
+
+import queue
+import runpy
+import sys
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar, Final, Self
+
+from torch._C._distributed_c10d import PrefixStore
+
+from manyhands.errors import ManyhandsError, UserError
+from manyhands.places.external.process_place import ExternalPlace, ProcessPlace
+from manyhands.places.place import Command, using_place
+from manyhands.strategy import Strategy
+
+__all__ = ["ScriptRun", "run_as_main"]
+
+_END_S: Final = 24 * 3600.0  # what a script does after its loop may take long
+
+
+def run_as_main(script: Path, arguments: Sequence[str]) -> None:
+    """Run the script as `python script.py` would; SystemExit where it ends with an error."""
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.resolve().parent))
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as leaving:
+        if leaving.code not in (None, 0):
+            raise
+
+
+class ScriptPlace(ExternalPlace):
+    """The place of a process that runs a launched script."""
+
+    kind = "launch"
+
+
+@dataclass(frozen=True)
+class ScriptRun:
+    """`manyhands launch` at a place; see `places.place.PlacedRun`."""
+
+    script: Path
+    arguments: tuple[str, ...]
+    _: KW_ONLY
+    workers: int
+    strategy: Strategy
+    requested: Strategy | None  # by the launcher, else by the script or nobody
+    requested_device: str | None = None
+
+    min_workers: ClassVar[int | None] = None
+    max_workers: ClassVar[int | None] = None
+    commands: ClassVar[queue.SimpleQueue[Command] | None] = None
+    calls_back: ClassVar[bool] = False
+
+    @property
+    def device(self) -> str:
+        return self.requested_device or "cpu"
+
+    def take_part(self, process: ProcessPlace, name: str | None = None) -> None:
+        """Run the script in this process; the leader then waits until all others have."""
+        del name
+        placed = replace(process, strategy=self.requested, device=self.requested_device)
+        with using_place(ScriptPlace(placed)):
+            try:
+                run_as_main(self.script, self.arguments)
+            except SystemExit as leaving:
+                raise ManyhandsError(f"the script ended with {leaving.code!r} in {process.name}") from leaving
+        ended = PrefixStore("ended", process.open_store(_END_S))
+        ended.set(str(process.rank), "1")
+        if process.leads:
+            ended.wait([str(rank) for rank in range(process.world)], timedelta(seconds=_END_S))
+
+    def here(self) -> None:
+        raise UserError("a script is started here without a cluster; leave it out")
+
+    def for_others(self) -> Self:
+        return self
+
+    def following(self, commands: queue.SimpleQueue[Command]) -> Self:
+        del commands
+        return self
+
+    def pack(self, result: Any) -> bytes:
+        """Nothing: what a script has to say, it writes itself."""
+        del result
+        return b""
+
+    def unpack(self, data: bytes) -> None:
+        del data
