@@ -18,6 +18,7 @@ from torch.utils.data import SubsetRandomSampler, WeightedRandomSampler
 
 import manyhands as mh
 from manyhands.data.batches import BatchPlan, weighted_draw
+from manyhands.engine.profiler import ProfiledSteps, StepProfiler
 from manyhands.errors import UserError
 
 pytestmark = pytest.mark.timeout(300)
@@ -219,6 +220,15 @@ def test_the_best_weights_by_the_metric_of_early_stopping(tmp_path: Path) -> Non
     assert resumed.summary["resumed_from_step"] == 15
     assert resumed.summary["best_step"] == best
     assert_same(resumed, plain_loop()[0][best - 1])
+
+
+def test_the_best_step_is_the_last_one_where_the_evaluation_at_the_end_is_better() -> None:
+    """After step 10, where none was due."""
+    options = mh.Options(evaluate_every=4, restore_best=True)
+    run = mh.fit(task(), "single", steps=10, options=options)
+    losses = {row["step"]: row["metrics"]["evaluation_loss"] for row in run.history.evaluations}
+    assert min(losses, key=lambda step: losses[step]) == run.summary["best_step"] == 10
+    assert run.summary["final"]["evaluation_loss"] == losses[10]
 
 
 def test_best_weights_where_they_cannot_be_are_refused() -> None:
@@ -428,7 +438,8 @@ def test_float16_where_no_step_can_be_left_out_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "workers"), [("single", 1), ("mirrored", 2), ("hogwild order=turns", 2), ("pipeline", 2)]
+    ("strategy", "workers"),
+    [("single", 1), ("mirrored", 2), ("hogwild order=turns", 2), ("pipeline", 2), ("ps", 2)],
 )
 def test_a_trace_has_the_asked_steps_of_each_worker(strategy: str, workers: int, tmp_path: Path) -> None:
     """As torch's profiler writes it: it marks every step of an optimizer by itself."""
@@ -442,8 +453,17 @@ def test_a_trace_has_the_asked_steps_of_each_worker(strategy: str, workers: int,
         trace = json.loads((tmp_path / "traces" / f"worker-{worker}.json").read_text())
         names = [one.get("name", "") for one in trace["traceEvents"]]
         assert any(name == "aten::addmm" for name in names)
-        if not strategy.startswith("hogwild"):  # whose steps are not the optimizer's own
+        if not strategy.startswith(("hogwild", "ps")):  # whose steps are not the optimizer's own
             assert sum(name.startswith("Optimizer.step#SGD") for name in names) == 2
+
+
+def test_a_step_that_is_repeated_is_traced_on(tmp_path: Path) -> None:
+    """As where an elastic worker was interrupted in it."""
+    profiler = StepProfiler(ProfiledSteps(folder=str(tmp_path), first=1, steps=1), worker=0)
+    profiler.before(0)
+    profiler.before(0)
+    profiler.after()
+    assert json.loads((tmp_path / "worker-0.json").read_text())["traceEvents"]
 
 
 def test_a_trace_that_cannot_be_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -453,8 +473,6 @@ def test_a_trace_that_cannot_be_is_said(tmp_path: Path, caplog: pytest.LogCaptur
     cut = mh.TorchProfiler(tmp_path / "cut", first=4, steps=30)
     mh.fit(task(), "single", steps=4, options=mh.Options(callbacks=[cut]))
     assert (tmp_path / "cut" / "worker-0.json").exists(), "of a run that ended in it"
-    with pytest.raises(UserError, match="TorchProfiler: the servers of ps take the steps"):
-        mh.fit(task(), "ps", workers=2, steps=4, options=mh.Options(callbacks=[late]))
     with pytest.raises(UserError, match="TorchProfiler: a run takes one"):
         mh.fit(task(), "single", steps=4, options=mh.Options(callbacks=[late, cut]))
     with pytest.raises(UserError, match="TorchProfiler: steps is 0; it must be an integer of at least 1"):

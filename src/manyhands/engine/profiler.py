@@ -76,7 +76,8 @@ class StepProfiler:
     def before(self, step: int) -> None:
         """Before this worker's step `step`, from 0."""
         asked = self._asked
-        if asked is not None and not self._taken and step + 1 >= asked.first:
+        due = asked is not None and not self._taken and step + 1 >= asked.first
+        if due and self._running is None:  # else a step is repeated
             from torch.profiler import profile
 
             self._running = profile(

@@ -266,12 +266,14 @@ class Reporter:
     def chosen(self, weights: Mapping[str, torch.Tensor] | None) -> Mapping[str, torch.Tensor] | None:
         """The weights that the run ends with: those given, or of an evaluation better than the newest."""
         best = self._best
-        if best is None or not best.count.best_step or best.count.better(self._evaluated):
+        if best is None:
             return weights
-        if self._peers.rank == 0:
-            notice = f"the weights are those of the best evaluation: {best.count.best}"
-            self._worker_context.note(WorkerNote(notice=notice, best_step=best.count.best_step))
-        return best.weights
+        newest = best.count.better(self._evaluated)
+        step = self._reached if newest else best.count.best_step
+        if self._peers.rank == 0 and step:
+            notice = None if newest else f"the weights are those of the best evaluation: {best.count.best}"
+            self._worker_context.note(WorkerNote(notice=notice, best_step=step))
+        return weights if newest or not step else best.weights
 
     def _kept(self) -> dict[str, Any]:
         kept: dict[str, Any] = (

@@ -203,11 +203,11 @@ def _profilers(options: Options) -> list[TorchProfiler]:
 
 def _check_log(task: AnyTask, strategy: Strategy, options: Options) -> None:
     facts, profilers = strategy.facts, _profilers(options)
-    none = facts.cannot_log or ("its steps are compiled, and not torch's" if task.compiled else "")
-    if profilers and (none or len(profilers) > 1):
-        raise UserError(f"TorchProfiler: {none or 'a run takes one'}; leave it out")
+    compiled = f"the steps of task {task.name!r} are compiled, and not torch's" if task.compiled else ""
+    if profilers and (compiled or len(profilers) > 1):
+        raise UserError(f"TorchProfiler: {compiled or 'a run takes one'}; leave it out")
     for name in options.log:
-        why = none
+        why = facts.cannot_log or compiled
         if name == "grad_norm":
             why = why or facts.cannot_clip or ("a round has no gradient" if facts.counts_rounds else "")
         if why:
@@ -227,7 +227,9 @@ def _check_heeded(task: AnyTask, strategy: Strategy, options: Options) -> None:
         if asked and task.evaluation is None:
             raise UserError(f"{name}: the task has no evaluation data; give evaluation= too")
     if options.restore_best and task.compiled:
-        raise UserError("restore_best: a compiled step changes the one model in place; leave it out")
+        raise UserError(
+            f"restore_best: steps of task {task.name!r} change the one model in place; leave it out"
+        )
     if stopping is None:
         return
     names = ["evaluation_loss", *task.metrics]

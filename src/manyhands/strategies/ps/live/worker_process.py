@@ -12,6 +12,7 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 from manyhands.engine.exchange import Traffic
+from manyhands.engine.profiler import StepProfiler
 from manyhands.engine.reduction import require_reduction
 from manyhands.engine.reporting import StepBook
 from manyhands.errors import Aborted, NonFinite, PeerTimeout
@@ -111,6 +112,7 @@ class SlotSession:
         self._unreached: dict[int, str] = {}  # by member of the view: why it is not connected
         self._again: list[int] = []
         self._computing: Compute | None = None
+        self._profiler = StepProfiler(job.plan.profiled, slot)
         self._flushing = False
         self._left: Leave | None = None
         self._pushed_ns = time.monotonic_ns()
@@ -126,6 +128,7 @@ class SlotSession:
         self._per_shard = 2 if job.confirms else 1  # messages of an update: else its read goes with its push
 
     def close(self) -> None:
+        self._profiler.close()
         self._hub.unregister(self._context.control_fileno())
         self._hub.flush(_LOOK_S)
         self._hub.close()
@@ -281,6 +284,8 @@ class SlotSession:
         self._began_ns = self._began_ns or begin
         self._record_pull(work, begin)
         self._context.mark(work.batch + 1, State.COMPUTING)
+        if self._job.plan.profiled is not None:
+            self._profiler.before(work.batch)
         body.model.pulled()
         try:
             self._evaluate(work)
@@ -328,6 +333,8 @@ class SlotSession:
             else reports.StepSkipped(clock=work.clock, sentence=bad)
         )
         self._push(compute, done.share, skip=bad is not None)
+        if self._job.plan.profiled is not None:
+            self._profiler.after()
 
     def _push(self, compute: Compute, share: float, *, skip: bool, settings: str = "") -> None:
         now_ns = self._pushed_ns = time.monotonic_ns()
