@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.cli.command_options import argument, from_options, json_option, option, write_json
-from manyhands.errors import UserError, format_bytes, nearest
+from manyhands.errors import UserError, format_bytes, nearest, num_of
 
 if TYPE_CHECKING:
     from manyhands.serving.model_server import ModelServer
@@ -112,10 +112,10 @@ def predict_command(asked: _PredictOptions) -> None:
     except OSError as error:
         raise UserError(f"predictions cannot be written to {out or 'stdout'}: {error.strerror}") from error
     if predictor.left_out:
-        print(f"manyhands: {predictor.left_out} bad lines of {source} were skipped", file=sys.stderr)
+        print(f"manyhands: {num_of(predictor.left_out, 'bad row')} of {source} left out", file=sys.stderr)
     if predictor.new_texts:
-        new = f"{predictor.new_texts:,} values of {source} are categories that training did not have"
-        print(f"manyhands: {new}; they count as missing", file=sys.stderr)
+        new = f"{num_of(predictor.new_texts, 'value')} of {source} counted as missing"
+        print(f"manyhands: {new}: categories that training did not have", file=sys.stderr)
     print(f"manyhands: {_serve_words(asked.run, asked.task)} answers the same over HTTP", file=sys.stderr)
 
 
