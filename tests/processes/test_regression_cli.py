@@ -192,12 +192,12 @@ def test_bad_files_end_with_2_and_one_line(
     assert "model small is not a safetensors file" in complaint("predict", "small", "small")
     assert not Path("runs").exists()
     assert run_command(monkeypatch, "train", "logreg", "--train", "bad", "--skip-bad", "--out", "m") == 0
-    assert "2 bad lines were skipped" in capfd.readouterr().err
+    assert "manyhands: 2 bad rows of bad left out" in capfd.readouterr().err
     assert json.loads(Path("m/summary.json").read_text())["bad_lines"] == 2
     assert run_command(monkeypatch, "predict", "m", "bad", "--skip-bad") == 0
     printed = capfd.readouterr()
     assert len(printed.out.split()) == 2
-    assert "2 bad lines" in printed.err
+    assert "2 bad rows of bad left out" in printed.err
 
 
 def test_processes_by_turns_give_the_bits_of_one(tmp_path: Path) -> None:

@@ -53,14 +53,14 @@ def test_csv_to_model_to_predictions(
     assert json.loads(Path("line/summary.json").read_text())["accuracy"] > 0.6
     for name in ("trees", "line"):
         said = run("predict", name, "new.csv", "--out", "chances.txt")
-        assert "1 values of new.csv are categories that training did not have; they count as missing" in said
+        assert "1 value of new.csv counted as missing: categories that training did not have" in said
         assert len(Path("chances.txt").read_text().split()) == 40
     table = ("--path", "train.csv.gz", "--drop", "id,happy", "--skip-bad")
     said = run("train", "svd", *table, "--rank", "2", "--out", "axes")
     assert "200 bad rows of train.csv.gz left out" in said  # every tenth age is missing
     assert json.loads(Path("axes/summary.json").read_text())["columns"] == 4
     said = run("predict", "axes", "test.csv", "--skip-bad", "--out", "coordinates.txt")
-    assert "30 bad lines of test.csv were skipped" in said
+    assert "30 bad rows of test.csv left out" in said
     assert len(Path("coordinates.txt").read_text().splitlines()) == 270
 
 
@@ -83,6 +83,28 @@ def test_what_is_wrong_with_a_table_ends_with_2_and_one_line(
             assert "2 bad" in capsys.readouterr().err
         assert run_command(monkeypatch, *words, "--drop", "ID") == 2
         assert "has no column 'ID'" in capsys.readouterr().err
+
+
+def test_a_label_of_the_test_file_that_is_new_is_a_bad_row(
+    files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = csv(300, 1)
+    numbers = texts.replace(",yes", ",1").replace(",no", ",0")
+    for text, new in ((texts, ",maybe"), (numbers, ",7")):
+        Path("train.csv").write_text(text)
+        Path("new.csv").write_text("\n".join([*text.splitlines()[:9], "p9,40,Oslo" + new]))
+        named = new.strip(",")
+        for workload, option in (("gbdt", "--test"), ("gbdt", "--valid"), ("logreg", "--test")):
+            shared = ("--train", "train.csv", option, "new.csv", "--target", "happy", "--drop", "id")
+            words = ("train", workload, *shared, *(("--trees", "2") if workload == "gbdt" else ()))
+            assert run_command(monkeypatch, *words) == 2
+            *notes, said = capsys.readouterr().err.strip().splitlines()
+            assert (
+                f"new.csv, row 9, column 'happy': the label '{named}' is new; those of training are" in said
+            )
+            assert all(note.startswith("manyhands: objective=binary: ") for note in notes)
+            assert run_command(monkeypatch, *words, "--skip-bad") == 0
+            assert "manyhands: 1 bad row of new.csv left out" in capsys.readouterr().err
 
 
 def test_workers_give_the_trees_of_one(files: Path) -> None:

@@ -223,7 +223,7 @@ def test_a_dataframe_with_objects_is_refused(column: list[Any], sentence: str) -
     [
         (b"", "has no header and no rows"),
         (b"a,label\n", "has a header and no rows"),
-        (b"a,a,label\n1,2,3\n", "has two columns of the same name"),
+        (b"a,a,label\n1,2,3\n", "has two columns called 'a'; give each a name of its own"),
         (
             b"a,b\n1,2\n",
             "has no column called label, target or y; name the column of labels with --target: 'a', 'b'",
@@ -233,11 +233,44 @@ def test_a_dataframe_with_objects_is_refused(column: list[Any], sentence: str) -
         (gzip.compress(TEXT.encode() * 50)[:-30], "truncated|cannot be read"),
         (b'a,"two\nlines",label\n1,2,3\n', r"row 0 \(the header\): unexpected end of data; write each name"),
         (b"a,label\n1\n1,2,3\n", "row 1 has 1 fields, but there are 2 columns"),
+        (b'a,label\n1,2\n"3,4\n5,6\n', "row 2: a quote is not closed, so the row goes on to the end"),
+        (b'a,label\n1,"' + b"x\n" * (1 << 20), "has a row of more than 1.0 MiB, as one whose quote is not"),
     ],
 )
 def test_files_that_are_no_tables_are_refused(content: bytes, sentence: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=sentence):
         rows_of(open_table(as_csv(tmp_path, content)))
+
+
+@pytest.mark.parametrize("labels", [("cat", "dog"), (1.0, 2.0)])
+def test_a_label_of_no_class_is_a_bad_row(labels: tuple[Any, ...], tmp_path: Path) -> None:
+    words = [*labels, "cow" if labels == ("cat", "dog") else 7, labels[0]]
+    path = as_csv(tmp_path, "a,label\n" + "".join(f"{at},{word}\n" for at, word in enumerate(words)))
+    test = open_table(path)
+    known = ", ".join(f"{one:g}" if isinstance(one, float) else one for one in labels)
+    with pytest.raises(DataError, match=f"row 3, column 'label': the label '.*' is new; .* {known}; correct"):
+        rows_of(test.encoded(test.encoding, labelled=True, labels=labels))
+    skipping = open_table(path, TableReading(skip_bad=True)).encoded(
+        test.encoding, labelled=True, labels=labels
+    )
+    (block,) = skipping.blocks()
+    assert block.labels is not None
+    assert [labels[int(one)] if labels[0] == "cat" else one for one in block.labels] == [*labels, labels[0]]
+    assert skipping.left_out == 1
+
+
+def test_rows_after_an_open_quote_are_not_left_out_in_silence(tmp_path: Path) -> None:
+    path = as_csv(tmp_path, 'a,b,label\n1,2,3\n4,"5,6\n7,8,9\n')
+    with pytest.raises(DataError, match="row 2: a quote is not closed"):
+        rows_of(open_table(path, TableReading(skip_bad=True)))
+
+
+def test_texts_of_rows_that_are_left_out_are_not_counted_as_new(tmp_path: Path) -> None:
+    train = open_table(as_csv(tmp_path, "a,b,label\n1,x,1\n2,y,2\n"))
+    path = as_csv(tmp_path, b"a,b,label\n" + b"1,new,1\n2,K\xf8ln,2\nfour,new,1\n5,x,2\n" * 9, "u.csv")
+    found = open_table(path, TableReading(skip_bad=True)).encoded(train.encoding, labelled=True)
+    assert sum(map(len, found.blocks())) == 18
+    assert (found.left_out, found.new_texts) == (18, 9)
 
 
 def test_a_column_is_text_by_its_first_rows_and_later_texts_are_wrong(tmp_path: Path) -> None:

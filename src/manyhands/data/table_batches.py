@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from manyhands.data.file_reader import DataFile
 from manyhands.data.matrix_files import AS_SINGLE
 from manyhands.data.table_encoding import unnamed
-from manyhands.errors import DataError, first_line
+from manyhands.errors import DataError, first_line, format_bytes
 
 __all__ = [
     "NUMBER",
@@ -34,6 +34,7 @@ __all__ = [
     "TableBatches",
     "as_text",
     "codes_of",
+    "is_written_number",
     "numbers_of",
 ]
 
@@ -42,7 +43,8 @@ TEXT: Final = "text"
 SKIP: Final = "correct it, or leave such rows out with --skip-bad"
 _TEXT_SHARE: Final = 0.1  # of values that are not numbers, from which on a column of CSV is text
 _HEAD_BYTES: Final = 1 << 20
-_CSV_BLOCK: Final = 1 << 22  # the longest row of CSV, too
+_CSV_BLOCK: Final = 1 << 20  # no row is longer; pyarrow takes some forty times this memory
+_LINES: Final = 16  # that a block holds at least, of the length of the first
 
 
 def as_text(column: Any) -> tuple[Any, NDArray[np.bool_]]:
@@ -220,6 +222,7 @@ class CsvBatches(TableBatches):
             raise DataError(
                 f"{path}, row 0 (the header), byte {error.start}: not UTF-8 text; save the file as UTF-8"
             ) from None
+        self._block = max(_CSV_BLOCK, _LINES * len(line))
         bare = "".join(text.split('"')[::2])  # without what is quoted
         self._delimiter = max(",;\t", key=bare.count) if ".tsv" not in path.name.lower() else "\t"
         try:
@@ -230,7 +233,7 @@ class CsvBatches(TableBatches):
             raise DataError(
                 f"{path} has no header and no rows; the first line of CSV has the names of columns"
             )
-        self.is_named = not all(_is_written_number(one) for one in fields)
+        self.is_named = not all(is_written_number(one) for one in fields)
         made = unnamed(len(fields))
         self.names = tuple(one or made[at] for at, one in enumerate(fields)) if self.is_named else made
         self.ragged = []
@@ -238,10 +241,10 @@ class CsvBatches(TableBatches):
             self.names[int(one)] if one.isdecimal() and int(one) < len(made) else one for one in categorical
         }
         self.is_single = dict.fromkeys(self.names, False)
-        first = next(self.read(self.names, _CSV_BLOCK, skip_bad=True), None)
+        first = next(self.read(self.names, self._block, skip_bad=True), None)
         if first is None:
             # Where all rows are wrong, this says what is.
-            next(self.read(self.names, _CSV_BLOCK, skip_bad=False), None)
+            next(self.read(self.names, self._block, skip_bad=False), None)
             raise DataError(f"{path} has a header and no rows; give at least one")
         kinds = {name: _kind_of(first.column(at)) for at, name in enumerate(self.names)}
         self.kinds = {name: TEXT if name in asked else kind for name, kind in kinds.items()}
@@ -255,7 +258,7 @@ class CsvBatches(TableBatches):
         def on_ragged(row: Any) -> str:
             self.ragged.append(row.number - self.is_named)
             wrong.append(row)
-            return "skip" if skip_bad else "error"
+            return "skip" if skip_bad and not _is_open(row.text) else "error"
 
         kinds = dict.fromkeys(self.names, pyarrow.binary())
         with ExitStack() as stack:
@@ -266,7 +269,7 @@ class CsvBatches(TableBatches):
                     # one thread: others do not know the number of a row
                     arrow_csv.ReadOptions(
                         use_threads=False,
-                        block_size=_CSV_BLOCK,
+                        block_size=self._block,
                         column_names=list(self.names),
                         skip_rows=int(self.is_named),
                     ),
@@ -281,13 +284,28 @@ class CsvBatches(TableBatches):
                     for begin in range(0, len(batch), count):
                         yield batch.slice(begin, count)
             except (OSError, EOFError, ValueError, pyarrow.ArrowException) as error:
-                if not wrong or skip_bad:
+                row = wrong[-1] if wrong else None
+                if row is not None and _is_open(row.text):
+                    raise DataError(
+                        f"{self.path}, row {self.ragged[-1]}: a quote is not closed, so the row goes on to the end; "
+                        "close it, or double it"
+                    ) from None
+                if "straddl" in str(error):
+                    size = format_bytes(self._block)
+                    raise DataError(
+                        f"{self.path} has a row of more than {size}, as one whose quote is not closed"
+                    ) from None
+                if row is None or skip_bad:
                     raise DataError(f"{self.path} cannot be read: {first_line(error)}") from error
-                row = wrong[0]
                 raise DataError(
                     f"{self.path}, row {self.ragged[0]} has {row.actual_columns} fields, but there are "
                     f"{row.expected_columns} columns; {SKIP}"
                 ) from None
+
+
+def _is_open(row: str) -> bool:
+    """Whether a row of several lines has a quote without an end: all that follows would be left out with it."""
+    return "\n" in row and row.count('"') % 2 == 1
 
 
 def _opened(path: Path, stack: ExitStack) -> Any:
@@ -297,9 +315,9 @@ def _opened(path: Path, stack: ExitStack) -> Any:
     return stack.enter_context(gzip.GzipFile(fileobj=opened)) if is_gzip else opened
 
 
-def _is_written_number(text: str) -> bool:
+def is_written_number(text: str) -> bool:
     with suppress(ValueError):
-        float(text)
+        float(text.replace("_", "?"))  # which Python would read
         return True
     return False
 

@@ -39,6 +39,7 @@ from manyhands.data.table_batches import (
     TableBatches,
     as_text,
     codes_of,
+    is_written_number,
     numbers_of,
 )
 from manyhands.data.table_encoding import TableEncoding, unnamed
@@ -73,6 +74,7 @@ class TableReading:
     skip_bad: bool = False  # leave out rows that are wrong and count them, instead of refusing the table
     finite: bool = False  # whether a row with an infinite number is wrong
     complete: bool = False  # whether a row with a missing value is wrong
+    labels: tuple[float | str, ...] = ()  # those of a model: another is wrong; none, where any is right
 
 
 def is_frame(data: Any) -> bool:
@@ -139,6 +141,9 @@ def open_table(data: Any, reading: TableReading | None = None, *, scanned: bool 
         batches = ParquetBatches(Path(data))
     else:
         batches = CsvBatches(Path(data), reading.categorical)
+    twice = next((name for name in batches.names if batches.names.count(name) > 1), None)
+    if twice is not None:
+        raise DataError(f"{batches.path} has two columns called {twice!r}; give each a name of its own")
     if scanned:
         return TableMatrix(batches, _found_encoding(batches, reading), reading)
     return TableMatrix(batches, TableEncoding(names=batches.names, is_named=batches.is_named), reading)
@@ -151,6 +156,10 @@ class TableMatrix(MatrixFile):
     encoding: TableEncoding
 
     def __init__(self, batches: TableBatches, encoding: TableEncoding, reading: TableReading) -> None:
+        names = tuple(one for one in reading.labels if isinstance(one, str))
+        if reading.labels:
+            encoding = replace(encoding, classes=names)
+        self._known = np.array([] if names else reading.labels, np.float64)  # labels that are numbers
         self.encoding, self.reading, self._batches = encoding, reading, batches
         self.path, self.rows, self.names = batches.path, batches.rows, encoding.names
         self.columns, self.label = len(encoding.names), encoding.label
@@ -170,11 +179,17 @@ class TableMatrix(MatrixFile):
     def is_named(self) -> bool:
         return self._batches.is_named
 
-    def encoded(self, encoding: TableEncoding, *, labelled: bool) -> TableMatrix:
-        """The same table as another encoding has it, such as that of a model; DataError names a missing column."""
+    def encoded(
+        self, encoding: TableEncoding, *, labelled: bool, labels: Sequence[float | str] = ()
+    ) -> TableMatrix:
+        """The same table as another encoding has it, such as that of a model, and with its `labels`.
+
+        DataError names a missing column.
+        """
         if not labelled:
             encoding = replace(encoding, label=None)
-        return TableMatrix(self._batches, encoding, replace(self.reading, labelled=labelled))
+        reading = replace(self.reading, labelled=labelled, labels=tuple(labels))
+        return TableMatrix(self._batches, encoding, reading)
 
     def blocks(
         self, block_bytes: int = BLOCK_BYTES, on_bytes: OnBytes | None = None
@@ -200,22 +215,25 @@ class TableMatrix(MatrixFile):
     def _block(self, batch: Any, seen: int, begin: int) -> MatrixBlock:
         values = np.empty((len(batch), self.columns), self._dtype)
         labels: NDArray[np.float64] | None = None
-        is_bad = np.zeros(len(batch), bool)
+        is_bad, is_new = np.zeros(len(batch), bool), np.zeros(len(batch), np.int64)
         first: tuple[int, int | None] = len(batch), None  # the first row that is wrong, and the column
         for place in range(len(self._places)):
             column, texts = batch.column(place), self._texts[place]
             found, wrong = numbers_of(column) if texts is None else codes_of(column, texts)
             if place == self.columns:
                 labels, wrong = found, wrong | ~np.isfinite(found)
+                if len(self._known):
+                    wrong = wrong | ~np.isin(found, self._known)
             else:
                 values[:, place] = found
                 if self.reading.finite or self.reading.complete:
                     wrong = wrong | np.isinf(found) | (np.isnan(found) & self.reading.complete)
                 if texts is not None:
-                    self.new_texts += int(np.isnan(found).sum()) - column.null_count
+                    is_new += np.isnan(found) & column.is_valid().to_numpy(zero_copy_only=False)
             if wrong.any() and int(np.argmax(wrong)) < first[0]:
                 first = int(np.argmax(wrong)), place
             is_bad |= wrong
+        self.new_texts += int(is_new[~is_bad].sum())
         if first[1] is None:
             return MatrixBlock(begin=begin, rows=values, labels=labels)
         if not self.reading.skip_bad:
@@ -227,8 +245,11 @@ class TableMatrix(MatrixFile):
         row, value = seen + at + 1, batch.column(place)[at].as_py()
         for ragged in sorted(self._batches.ragged):
             row += ragged <= row
-        problem = _problem(value, "label" if place == self.columns else "value", self._texts[place] or ())
-        return DataError(f"{self.path}, row {row}, column {self._places[place]!r}: {problem}; {SKIP}")
+        known: Sequence[str] = self._texts[place] or ()
+        if place == self.columns and len(self._known):
+            known = [f"{one:g}" for one in self._known]
+        problem = _problem(value, "label" if place == self.columns else "value", known)
+        return DataError(f"{self.path}, row {row}, column {self._places[place]!r}: {problem}")
 
 
 class SparseTable(MatrixFile):
@@ -256,23 +277,21 @@ class SparseTable(MatrixFile):
 
 def _problem(value: Any, what: str, known: Sequence[str]) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
-        return f"the {what} is missing"
+        return f"the {what} is missing; {SKIP}"
     if isinstance(value, bytes):
         try:
             value = value.decode()
         except UnicodeDecodeError:
-            return f"{value[:40]!r} is not UTF-8 text; save the file as UTF-8"
+            return f"{value[:40]!r} is not UTF-8 text; save the file as UTF-8, or leave such rows out with --skip-bad"
     if known:
         shown = ", ".join(known[:5]) + ", …" * (len(known) > 5)
-        return f"the {what} {str(value)[:40]!r} is new; those of training are {shown}"
-    return f"{str(value)[:40]!r} is not a {'' if isinstance(value, str) else 'finite '}number"
+        return f"the {what} {str(value)[:40]!r} is new; those of training are {shown}; {SKIP}"
+    return f"{str(value)[:40]!r} is not a {'finite ' * is_written_number(str(value))}number; {SKIP}"
 
 
 def _found_encoding(batches: TableBatches, reading: TableReading) -> TableEncoding:
     """That of a table of which nothing is known yet."""
     where, known = batches.path, batches.names
-    if len(set(known)) < len(known):
-        raise DataError(f"{where} has two columns of the same name; give each a name of its own")
     for name in reading.drop:
         if name not in known or not batches.is_named:
             names_allowed = nearest(name, known) if batches.is_named else "it has no header"

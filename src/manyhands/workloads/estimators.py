@@ -5,7 +5,8 @@
 
 They train as `manyhands train gbdt`, `logreg` and `svd` do, by as many workers, and pass scikit-learn's
 `check_estimator`. A DataFrame may have columns of text: their categories are found in `fit`, and one that is new in
-`predict` counts as missing. It needs pyarrow then (`manyhands[tables]`); arrays do not.
+`predict` counts as missing. It needs pyarrow then (`manyhands[tables]`); arrays do not. `fit` takes no `sample_weight`:
+a row of weight 2 would not give exactly the model of two rows, which scikit-learn's checks demand.
 """
 
 from __future__ import annotations

@@ -101,10 +101,10 @@ def _train(asked: _TrainGbdt, keep: Keeping, bars: Bars) -> TrainEnd:
     write_model(model, file)
     by_gain, by_split = model.importance("gain"), model.importance("split")
     order = sorted(range(model.columns), key=lambda at: (-by_gain[at], at))
-    measured = measure_model(model, test) if test is not None else {}
+    measured = measure_model(model, test, labels=result.labels) if test is not None else {}
     if test is None and result.valid_rows:
         held = Holdout(fraction=table.valid_fraction, seed=options.seed) if table.valid is None else None
-        quality = measure_model(model, table.valid or table.train, held)["quality"]
+        quality = measure_model(model, table.valid or table.train, held, result.labels)["quality"]
         measured = {"quality": quality}
     summary = {
         **result.full_summary(),
@@ -125,7 +125,11 @@ def _train(asked: _TrainGbdt, keep: Keeping, bars: Bars) -> TrainEnd:
     return TrainEnd(
         summary=summary,
         shown=_shown(summary),
-        notes=[f"{num_of(result.bad_rows, 'bad row')} of {asked.train} left out"] if result.bad_rows else [],
+        notes=[
+            f"{num_of(one.left_out, 'bad row')} of {one.name} left out"
+            for one in (table.train, table.valid, test)
+            if one is not None and one.left_out
+        ],
         interrupted=f"the model has {summary['trees']} of {asked.trees} trees" * result.interrupted,
         next={"predict rows": predict},
     )

@@ -251,21 +251,26 @@ def _flattened(
     )
 
 
-def measure_model(model: GbdtModel, source: RowSource, holdout: Holdout | None = None) -> dict[str, Any]:
+def measure_model(
+    model: GbdtModel, source: RowSource, holdout: Holdout | None = None, labels: Labels = NO_LABELS
+) -> dict[str, Any]:
     """Accuracy, AUC and log loss of labels, or the root of the mean squared error and R² of a number.
 
-    On all rows, or on those that are held out; `quality` is what the page of a run shows of it.
+    On all rows, or on those that are held out; `quality` is what the page of a run shows of it. `labels` are those of
+    training, where the model does not say them.
     """
-    source, scores, labels, weights = source.for_names(model.names, model.encoding), [], [], []
+    known, given = model.labels or labels, source
+    source = given.for_names(model.names, model.encoding, known)
+    scores, truths, weights = [], [], []
     on = "test rows" if holdout is None else "rows held out"
     for block in source.blocks() if holdout is None else holdout.only(source.blocks(), held=True):
         if block.labels is None:
             raise DataError(f"{source.name} has rows without labels; to predict them use `manyhands predict`")
         scores.append(model.scores(block))
-        labels.append(block.labels)
+        truths.append(block.labels)
         weights.append(block.weights if block.weights is not None else np.ones(len(block)))
-    score, label, weight = (np.concatenate(parts) for parts in (scores, labels, weights))
-    known = model.labels
+    given.left_out = source.left_out
+    score, label, weight = (np.concatenate(parts) for parts in (scores, truths, weights))
     if LINKS[model.objective.split()[0]] == "sigmoid" and not known:  # the file does not say which
         known = Labels(*next((pair for pair in PAIRS if np.isin(label, pair).all()), PAIRS[1]))
     if known:

@@ -21,6 +21,7 @@ from manyhands.data.row_files import Reading, RowFile, Rows
 from manyhands.data.table_encoding import TableEncoding, unnamed
 from manyhands.data.table_files import LABEL_NAMES, TableMatrix, TableReading, file_kind, is_frame, open_table
 from manyhands.errors import DataError, UserError, nearest
+from manyhands.workloads.logreg.labels import NO_LABELS, Labels
 
 __all__ = ["EMBEDDED", "ArraySource", "RowBlock", "RowSource", "model_names", "open_source"]
 
@@ -98,10 +99,12 @@ class RowSource(ABC):
         self,
         names: Sequence[str] | None,  # noqa: ARG002 - text has none
         encoding: TableEncoding | None = None,  # noqa: ARG002
+        labels: Labels = NO_LABELS,  # noqa: ARG002 - `Labels.targets` finds others
     ) -> RowSource:
         """The same rows with the columns of these names, in this order; itself where one of both has no names.
 
-        Where a model has an `encoding`, that says the columns. DataError names a column that is missing.
+        Where a model has an `encoding`, that says the columns; where it has `labels`, a row of a table with another is
+        wrong. DataError names a column that is missing.
         """
         return self
 
@@ -167,12 +170,13 @@ class ArraySource(RowSource):
         self,
         names: Sequence[str] | None,
         encoding: TableEncoding | None = None,  # noqa: ARG002 - these are numbers
+        labels: Labels = NO_LABELS,  # noqa: ARG002
     ) -> RowSource:
         places = _places(names, self.names, self.name) if names and self.names else None
         if places is None or places == list(range(self._values.shape[1])):
             return self
-        values, labels, weights = self._values[:, places], self._labels, self._weights
-        return ArraySource(values, labels, name=self.name, names=names, weights=weights)
+        kept: Any = {"names": names, "weights": self._weights}
+        return ArraySource(self._values[:, places], self._labels, name=self.name, **kept)
 
 
 def _block(
@@ -226,14 +230,20 @@ class _TableSource(RowSource):
             yield _block(np.asarray(block.rows), block.labels, None, on_rows)
         self.left_out, self.new_texts = self._table.left_out, self._table.new_texts
 
-    def for_names(self, names: Sequence[str] | None, encoding: TableEncoding | None = None) -> RowSource:
+    def for_names(
+        self,
+        names: Sequence[str] | None,
+        encoding: TableEncoding | None = None,
+        labels: Labels = NO_LABELS,
+    ) -> RowSource:
         """Columns that are not named are not read; all are numbers where no encoding says that they are texts."""
         table, own = self._table, self._table.encoding
+        is_labelled = own.label is not None
         if encoding is not None:
             encoding = replace(encoding, label=own.label, classes=own.classes)
-            return _TableSource(table.encoded(encoding, labelled=own.label is not None))
+            return _TableSource(table.encoded(encoding, labelled=is_labelled, labels=labels))
         if names is None or not own.is_named:
-            return self
+            return _TableSource(table.encoded(own, labelled=is_labelled, labels=labels)) if labels else self
         found = [name for name in table.all_names if name != own.label]
         places = _places(names, found, self.name)
         if places is None:  # a model without names takes columns by their places
@@ -241,7 +251,7 @@ class _TableSource(RowSource):
             found = rest if own.label is None and len(rest) == len(names) else found
             places = list(range(len(found)))
         asked = replace(own, names=tuple(found[at] for at in places), categories={})
-        return _TableSource(table.encoded(asked, labelled=own.label is not None))
+        return _TableSource(table.encoded(asked, labelled=is_labelled, labels=labels))
 
 
 def _breast_cancer() -> RowSource:

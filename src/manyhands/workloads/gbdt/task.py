@@ -279,8 +279,7 @@ class _Rows:
         self.span = range(min(blocks.start * _BLOCK, table.rows), min(blocks.stop * _BLOCK, table.rows))
         self.tiles, targets, weights, start = table.opened()
         mine = slice(self.span.start, self.span.stop)
-        self.targets, self.weights = np.array(targets[mine]), np.array(weights[mine])
-        self.start = np.array(start[:, mine])
+        self.targets, self.weights, self.start = targets[mine], weights[mine], start[:, mine]
         self.scores = np.zeros_like(self.start)
         self.divided = DividedRows(self.tiles, table.layout, self.span, most_leaves)
 

@@ -36,9 +36,9 @@ __all__ = ["GbdtResult", "TableChoice", "gbdt_task", "train_gbdt"]
 
 _log = logging.getLogger("manyhands")
 _MOST_GUESSED = 32  # labels that are integers: of more, they are guessed to be a number
-_ROW_BYTES = 72  # labels, targets and weights, with copies, and in which leaf it is
-_CLASS_BYTES = 40  # scores with a copy, gradient and hessian
-_READING_BYTES = 128 << 20  # blocks of rows that are read, and what allocators keep of them
+_ROW_BYTES = 56  # labels, targets and weights, with copies, and in which leaf it is
+_CLASS_BYTES = 32  # scores with those of the beginning, gradient and hessian
+_READING_BYTES = 96 << 20  # blocks of rows that are read, and what allocators keep of them
 _LEAST_SHARE = 1e-15  # of a class without rows to train on
 
 
@@ -69,6 +69,7 @@ class GbdtResult(CompiledResult):
 
     model: GbdtModel
     objective: str
+    labels: Labels  # of its classes, in order; none of a number
     rows: int
     valid_rows: int
     bad_rows: int  # rows to train on that were wrong and left out
@@ -119,7 +120,7 @@ def gbdt_task(
     with bars.phase("reading", None, "rows") as phase:
         first = _FirstPass(table, options, phase.advance, threads)
     if first.guess:
-        _log.warning("%s", first.guess)
+        _log.warning("manyhands: %s", first.guess)
     with ExitStack() as stack, bars.phase("binning", first.sample.rows, "rows") as phase:
         prefix, folders = "manyhands-gbdt-", ["", ""]  # files, where several processes map them
         if shared or first.needs_files():
@@ -145,7 +146,7 @@ class _FirstPass:
         holdout, source = Holdout(fraction=table.valid_fraction, seed=options.seed), table.train
         _names(table)  # which may be rejected
         if table.start is not None:
-            source = source.for_names(table.start.names, table.start.encoding)
+            source = source.for_names(table.start.names, table.start.encoding, table.start.labels)
         sample, where = sample_rows(source, holdout, options.seed, on_rows), source.name
         table.train.left_out = source.left_out
         if holdout.fraction and not sample.held_weights.any():
@@ -196,8 +197,9 @@ class _FirstPass:
         source, sample = self.source, self.sample
         labels, weights = sample.held_labels, sample.held_weights
         if valid is not None:
-            source = valid.for_names(source.names, source.encoding)
+            source = valid.for_names(source.names, source.encoding, self.labels)
             held = sample_rows(source, Holdout(), self.options.seed)
+            valid.left_out = source.left_out
             if held.columns != sample.columns and held.blocks[0].dense is not None:
                 own = f"{self.source.name} {sample.columns}"
                 raise DataError(f"{valid.name} has {held.columns} columns, {own}")
@@ -255,6 +257,7 @@ def _result(
             parameters=_parameters(options, best, task.classes),
         ),
         objective=options.objective,
+        labels=task.labels,
         rows=task.train.rows,
         valid_rows=task.valid.rows if task.valid is not None else 0,
         bad_rows=table.train.left_out,

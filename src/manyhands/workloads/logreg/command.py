@@ -129,12 +129,12 @@ def _train(asked: _TrainLogreg, keep: Keeping, bars: Bars) -> TrainEnd:
         "test_bad_lines": bad_lines,
         "model": str(file),
     }
-    bad = (result.bad_lines, ""), (bad_lines, "of the test file ")
+    bad = (result.bad_lines, asked.train), (bad_lines, asked.test)
     files = [one for one in (asked.test, asked.train) if one not in (None, "-")]
     return TrainEnd(
         summary=summary,
         shown=_shown(summary),
-        notes=[f"{count} bad lines {where}were skipped" for count, where in bad if count],
+        notes=[f"{num_of(count, 'bad row')} of {where} left out" for count, where in bad if count],
         interrupted=f"the model was trained for {passes} of {asked.passes} passes" * result.interrupted,
         next={
             "predict examples": ("predict", keep.out, [*files, "FILE"][0], "--out", "probabilities.txt"),

@@ -63,7 +63,8 @@ def open_examples(
     found = open_table(data, asked, scanned=asked.labelled)
     if asked.labelled:
         encoding = replace(encoding, label=found.encoding.label, classes=found.encoding.classes)
-    return ExampleTable(SparseTable(found.encoded(encoding, labelled=asked.labelled)), reading)
+    rows = found.encoded(encoding, labelled=asked.labelled, labels=asked.labels)
+    return ExampleTable(SparseTable(rows), reading)
 
 
 def _npy(path: Path, asked: TableReading, encoding: TableEncoding | None) -> NpyMatrix:

@@ -29,6 +29,7 @@ __all__ = ["Examples", "Labelled", "Parsed", "ParsedBlocks", "Spool", "SpooledRo
 
 _SCALE_ROWS = 1000
 _TARGETS = 1 << 20  # labels that become targets at a time
+_READING_BYTES = 96 << 20  # blocks of rows that are read, and what allocators keep of them
 
 
 class Labelled(NamedTuple):
@@ -196,12 +197,12 @@ class Spool(ExitStack):
 def parse_examples(
     examples: Examples, memory_bytes: int, spool: Spool, on_bytes: Callable[[int], None] | None = None
 ) -> Parsed:
-    """All examples: in memory where they take no more than `memory_bytes`, else in the files of `spool`."""
+    """All examples: in memory where they take, with reading, at most `memory_bytes`; else in the files of `spool`."""
     kept: list[Rows] | None = []
     kept_bytes = 0
     for block in examples.blocks(on_bytes):
         kept_bytes += block.nbytes + block.labels.nbytes
-        if kept is not None and kept_bytes <= memory_bytes:
+        if kept is not None and kept_bytes <= memory_bytes - _READING_BYTES:
             kept.append(block)
             continue
         for one in (*(kept or ()), block):

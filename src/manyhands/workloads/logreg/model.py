@@ -79,7 +79,8 @@ class LogregModel:
         """Examples for this model: those of a file, or of a DataFrame where it was trained on a table."""
         reading = replace(reading or Reading(), bits=self.bits, hash=self.hash)
         label = self.encoding.label if self.encoding is not None and labelled else None
-        return open_examples(data, reading, TableReading(label=label, labelled=labelled), self.encoding)
+        table = TableReading(label=label, labelled=labelled, labels=tuple(self.labels) if labelled else ())
+        return open_examples(data, reading, table, self.encoding)
 
     def evaluate(self, file: RowFile, on_examples: Callable[[int], None] | None = None) -> Metrics:
         """Predict every example of a file and compare with its label; what is kept is a few numbers for each."""
