@@ -173,7 +173,9 @@ def test_the_commands_export_it_and_name_the_row_of_a_file_that_is_wrong(
     )
     values[1500] = [[[0.5] * 8] * 7] if name == "cnn" else "A" * (own_models.CONTEXT + 1)
     Path("many.json").write_text(json.dumps(values))
-    assert run_command(monkeypatch, "predict", "run", "many.json", *named) == 2
+    Path("before.txt").write_text("of before")
+    assert run_command(monkeypatch, "predict", "run", "many.json", "--out", "before.txt", *named) == 2
+    assert Path("before.txt").read_text() == "of before", "a file is replaced by a whole one only"
     shape = "1×7×8 (float64)" if name == "cnn" else "13 (int64)"
     assert f"input 1500 has shape {shape}" in capsys.readouterr().err
     assert run_command(monkeypatch, "export", "run", "--out", "model.safetensors", *named) == 0

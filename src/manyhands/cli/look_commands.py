@@ -249,6 +249,7 @@ class _ReplayOptions:
     run: Path = argument(..., "The run's directory.")
     until: int | None = option(None, "Stop after every shard has applied this many global batches.")
     save: Path | None = option(None, "Write the weights to this safetensors file.", writes=True)
+    script: Path | None = option(None, "Of a loop of your own under ps: the script, which is started again.")
 
 
 @from_options
@@ -257,8 +258,11 @@ def replay_command(asked: _ReplayOptions) -> None:
     from manyhands.data.store.tensorfile import encode_tensors
     from manyhands.strategies.ps.replay import replay
 
-    spare_the_compiler()
     began = time.monotonic()
+    if asked.script is not None:
+        _replay_script(asked, began)
+        return
+    spare_the_compiler()
     done = replay(asked.run, until=asked.until)
     for note in done.notes:
         print(f"manyhands: {note}", file=sys.stderr)
@@ -273,14 +277,32 @@ def replay_command(asked: _ReplayOptions) -> None:
     if asked.save is not None:
         write_atomically(asked.save, encode_tensors(done.model.state_dict()))
         print(f"weights in {asked.save}")
+    _compare(done.first_difference.sentence if done.first_difference is not None else "", done.same_bytes)
+
+
+def _replay_script(asked: _ReplayOptions, began: float) -> None:
+    from manyhands.interop.own_loop.replay_script import replay_script
+    from manyhands.places.place import ignore_environment
+
+    if asked.until is not None or asked.save is not None:
+        raise UserError(
+            "--script: a script is replayed to its end, and writes its weights itself; leave --until and --save out"
+        )
+    ignore_environment()
+    assert asked.script is not None, "or nothing leads here"
+    found = replay_script(asked.run, asked.script)
+    took = f"{num_of(found.updates, 'update')} replayed in {time.monotonic() - began:.1f} s"
+    print(f"{took}: {num_of(found.steps, 'step')} at every shard")
+    _compare(found.difference, found.same_bytes)
+
+
+def _compare(wrong: str, same_bytes: bool | None) -> None:
+    """Say how a replay compares with the run; exits with 1 where something differs."""
     same = "every gradient is the recorded one"
-    wrong = ""
-    if done.first_difference is not None:
-        wrong = done.first_difference.sentence
-    elif done.same_bytes is False:
+    if not wrong and same_bytes is False:
         wrong = f"{same}, but the final weights differ from those of the run"
     if wrong:
         print(f"manyhands: {wrong}", file=sys.stderr)
         raise typer.Exit(1)
     nothing_to_compare = "; the run has no final weights to compare with"
-    print(same + (", and the weights are the same bytes" if done.same_bytes else nothing_to_compare))
+    print(same + (", and the weights are the same bytes" if same_bytes else nothing_to_compare))

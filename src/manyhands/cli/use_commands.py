@@ -6,9 +6,11 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from manyhands.cli.command_options import argument, from_options, json_option, option, write_json
 from manyhands.errors import UserError, format_bytes, nearest, num_of
@@ -77,6 +79,7 @@ def predict_command(asked: _PredictOptions) -> None:
 
     `manyhands serve RUN` answers the same over HTTP; `mh.load(RUN)` gives the module.
     """
+    from manyhands.data.store.atomic import WriteFailed, write_atomically
     from manyhands.serving.opening import open_predictor
     from manyhands.workloads.predictor import ReadAs
 
@@ -84,14 +87,25 @@ def predict_command(asked: _PredictOptions) -> None:
     predictor = open_predictor(asked.run, _own_task(asked.task))
     cores = len(os.sched_getaffinity(0))
     read_as = ReadAs(format=asked.file_format, skip_bad=asked.skip_bad, threads=cores)
+    written = 0
+
+    def blocks() -> Iterator[str]:
+        nonlocal written
+        for lines in _answered(predictor, source, read_as):
+            written += len(lines)
+            yield "".join(lines)
+
     try:
-        if out is None:
-            _write_answers(predictor, source, read_as, sys.stdout)
-            sys.stdout.flush()
+        if out is None or (out.exists() and not out.is_file()):  # a pipe, say, which cannot be replaced
+            with nullcontext(sys.stdout) if out is None else out.open("w", encoding="utf-8") as stream:
+                stream.writelines(blocks())
+                stream.flush()
         else:
-            with out.open("w", encoding="utf-8") as stream:
-                written = _write_answers(predictor, source, read_as, stream)
+            write_atomically(out.resolve(), (block.encode() for block in blocks()))
+        if out is not None:
             print(f"manyhands: wrote {written:,} line{'s' * (written != 1)} to {out}", file=sys.stderr)
+    except WriteFailed as error:
+        raise UserError(f"predictions: {error}") from error
     except BrokenPipeError:  # whoever reads has seen enough; what is still buffered goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
@@ -105,17 +119,14 @@ def predict_command(asked: _PredictOptions) -> None:
     print(f"manyhands: {_serve_words(asked.run, asked.task)} answers the same over HTTP", file=sys.stderr)
 
 
-def _write_answers(predictor: Predictor[Any], source: str, read_as: ReadAs, stream: TextIO) -> int:
+def _answered(predictor: Predictor[Any], source: str, read_as: ReadAs) -> Iterator[list[str]]:
     from manyhands.observe.draw.bars import Bars
 
-    written = 0
     with Bars() as bars, bars.phase("predicting", None, "lines") as phase:
         for inputs in predictor.blocks(source, read_as):
             lines = [f"{line}\n" for line in predictor.lines(inputs)]
-            stream.write("".join(lines))
+            yield lines
             phase.advance(len(lines))
-            written += len(lines)
-    return written
 
 
 @dataclass(frozen=True)

@@ -366,6 +366,8 @@ class Exchange(ABC):
     steps_itself: ClassVar[bool] = False
     # Whether each worker of a caller's own loop holds a part of the model; `cut` is set by `attach` then
     cuts_model: ClassVar[bool] = False
+    # Whether a recorded loop is executed again, which neither saves nor loads checkpoints
+    is_replay: ClassVar[bool] = False
     meter: Meter = Meter()
     hooks: GradientHooks | None = None  # set by `attach`
     # None: between `agree` and `apply` each parameter's `grad` is the whole

@@ -14,7 +14,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import nn
@@ -79,7 +79,7 @@ class LoopEnd(Exchange):
 
     @classmethod
     @abstractmethod
-    def open(cls, place: ProcessPlace, name: str, strategy: Strategy, timeout_s: float) -> Self:
+    def open(cls, place: ProcessPlace, name: str, strategy: Strategy, timeout_s: float) -> LoopEnd:
         """This process's end of the group `name`; the others need not be there yet."""
 
     @abstractmethod
@@ -104,8 +104,11 @@ class LoopEnd(Exchange):
         """Give the model the current parameters, without an update."""
 
     @abstractmethod
-    def save(self, folder: Path, model: nn.Module) -> Mapping[str, Any]:
-        """Collective: bring the model up to date; on worker 0, the optimizer's whole `state_dict()`."""
+    def save(self, folder: Path, model: nn.Module) -> Mapping[str, Any] | None:
+        """Collective: bring the model up to date; on worker 0, the optimizer's whole `state_dict()`.
+
+        None where nothing is to be written.
+        """
 
     @abstractmethod
     def load(self, folder: Path, loaded: Loaded, *, again: bool) -> None:

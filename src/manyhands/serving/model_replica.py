@@ -13,6 +13,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from manyhands.errors import ManyhandsError, UserError, format_bytes
@@ -44,7 +45,9 @@ def replica(context: RoleContext) -> None:
         connection.sendall(_framed(json.dumps({"ready": os.getpid()}).encode()))
         context.send({"ready": True})
         while (batch := received(stream)) is not None:
-            connection.sendall(answers_frame(answer_batch(predictor, json.loads(batch))))
+            answers = answers_frame(answer_batch(predictor, json.loads(batch)))
+            with suppress(ConnectionError):  # the server has ended, and so does this at its next `received`
+                connection.sendall(answers)
 
 
 def answer_batch(predictor: Predictor[Any], bodies: Sequence[Any]) -> list[dict[str, Any]]:

@@ -105,7 +105,9 @@ def connect(place: ProcessPlace, name: str, requested: Strategy | None, timeout_
         return GroupConnection(strategy=alone, words=words, exchange=SingleExchange())
     loop: type[LoopEnd] | None = STRATEGIES[requested.word].load_loop() if requested is not None else None
     if requested is not None and loop is not None:
-        end = loop.open(place, name, choose(requested, [range(place.world)]), timeout_s)
+        replays = place.launched.replays if place.launched is not None else None
+        chosen = choose(requested, [range(place.world)])
+        end: LoopEnd = (replays or loop.open)(place, name, chosen, timeout_s)
         return GroupConnection(strategy=requested, words=StoreWords(end), exchange=end, rounds=FreeRounds)
     if "ps" in place.roles:
         raise UserError(

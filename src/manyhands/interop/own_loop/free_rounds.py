@@ -133,7 +133,7 @@ class FreeRounds(Rounds):
         super().__init__(words, exchange, worker_context, check_every)
         self.together = exchange.together
         self._share = 1 / self.world if self.together else 1.0
-        self._schedule = LoopSchedule(exchange.store)
+        self._schedule = LoopSchedule(exchange.store, self.rank)
         self.readings: FreeReadings = FreeReadings(
             self._share, self._weigh, self._handed_out, self._schedule.asked_for_more
         )
@@ -373,8 +373,8 @@ class FreeRounds(Rounds):
 class LoopSchedule:
     """Schedulers that are stepped between batches: they count the batches that other workers have, too."""
 
-    def __init__(self, store: GroupStore) -> None:
-        self._store, self.schedulers = store, list[LRScheduler]()
+    def __init__(self, store: GroupStore, rank: int = 0) -> None:
+        self._store, self._found, self.schedulers = store, f"rates/{rank}", list[LRScheduler]()
         self._handed = self._asked = self._taken = 0  # batches, steps by the loop, and all steps
         self._seen: int | None = None  # the first scheduler's count when the batch in hand was handed out
         self._rate = 0.0  # steps of a scheduler for each batch
@@ -384,7 +384,10 @@ class LoopSchedule:
         if not self.schedulers:
             return
         if not self._handed and index:
-            self._rate = float(self._store.find("scheduled") or 0)
+            found = json.loads(self._store.find(self._found) or b"{}")  # in a replay, what was found then
+            rate = found.setdefault(str(index), float(self._store.find("scheduled") or 0))
+            self._store.put(self._found, json.dumps(found).encode())
+            self._rate = rate
         self._handed += 1
         due = int(index * self._rate + 1e-6) - self._taken
         for _ in range(due):

@@ -22,7 +22,7 @@ from manyhands.data.store.rundir import RunDirectory
 from manyhands.engine.device import check_device, sharing_sentence
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.interop.own_loop.connect import choose, own_loop_config
-from manyhands.interop.own_loop.placed_script import ScriptRun, run_as_main
+from manyhands.interop.own_loop.placed_script import ScriptRun, run_as_main, script_digest
 from manyhands.native.version import __version__
 from manyhands.observe.analyse.collect import Collector
 from manyhands.observe.record.event_ring import BlackBoxes, EventRing
@@ -46,9 +46,10 @@ def run_script(
     device: str | None,
     role: tuple[str, int] | None = None,
     world: int = 0,
+    replays: Callable[..., Any] | None = None,
 ) -> Mapping[str, Any]:
     launched = process_place.Launched(
-        context=context, strategy=strategy, device=device, role=role, world=world
+        context=context, strategy=strategy, device=device, role=role, world=world, replays=replays
     )
     process_place.launched = launched
     try:
@@ -110,6 +111,7 @@ def _run_here(script: ScriptRun, watchdog_s: float, out: str | Path | None) -> d
         directory = None
         if out is not None:
             config = own_loop_config(path.name, str(chosen), workers)
+            config |= {"arguments": list(script.arguments), "sha256": script_digest(path)}
             directory = stack.enter_context(RunDirectory.create(out, config))
         began = time.monotonic()
         try:

@@ -5,6 +5,7 @@ Light to import: it travels to every process.
 
 from __future__ import annotations
 
+import hashlib
 import queue
 import runpy
 import sys
@@ -16,14 +17,16 @@ from typing import Any, ClassVar, Final, Self
 
 from torch._C._distributed_c10d import PrefixStore
 
-from manyhands.errors import ManyhandsError, UserError
+from manyhands.errors import Aborted, ManyhandsError, UserError, first_line
 from manyhands.places.external.process_place import ExternalPlace, ProcessPlace
+from manyhands.places.external.run_store import comes_true
 from manyhands.places.place import Command, using_place
 from manyhands.strategy import Strategy
 
-__all__ = ["ScriptRun", "run_as_main"]
+__all__ = ["ScriptRun", "run_as_main", "script_digest"]
 
 _END_S: Final = 24 * 3600.0  # what a script does after its loop may take long
+_CAUSE_S: Final = 3.0
 
 
 def run_as_main(script: Path, arguments: Sequence[str]) -> None:
@@ -35,6 +38,10 @@ def run_as_main(script: Path, arguments: Sequence[str]) -> None:
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             raise
+
+
+def script_digest(script: Path) -> str:
+    return hashlib.sha256(script.read_bytes()).hexdigest()
 
 
 class ScriptPlace(ExternalPlace):
@@ -68,15 +75,22 @@ class ScriptRun:
         """Run the script in this process; the leader then waits until all others have."""
         del name
         placed = replace(process, strategy=self.requested, device=self.requested_device)
-        with using_place(ScriptPlace(placed)):
-            try:
+        store = process.open_store(_END_S)  # kept here: torch's own reference does not keep it
+        ends = PrefixStore("ends", store)
+        try:
+            with using_place(ScriptPlace(placed)):
                 run_as_main(self.script, self.arguments)
-            except SystemExit as leaving:
-                raise ManyhandsError(f"the script ended with {leaving.code!r} in {process.name}") from leaving
-        ended = PrefixStore("ended", process.open_store(_END_S))
-        ended.set(str(process.rank), "1")
+        except (Exception, SystemExit) as error:
+            if not process.leads and not isinstance(error, Aborted):
+                ends.set("failed", f"{process.name}: {type(error).__name__}: {first_line(error)}")
+            elif process.leads and comes_true(lambda: ends.check(["failed"]), _CAUSE_S):
+                raise ManyhandsError(ends.get("failed").decode()) from error
+            if isinstance(error, SystemExit):
+                raise ManyhandsError(f"the script ended with {error.code!r} in {process.name}") from error
+            raise
+        ends.set(str(process.rank), "1")
         if process.leads:
-            ended.wait([str(rank) for rank in range(process.world)], timedelta(seconds=_END_S))
+            ends.wait([str(rank) for rank in range(process.world)], timedelta(seconds=_END_S))
 
     def here(self) -> None:
         raise UserError("a script is started here without a cluster; leave it out")

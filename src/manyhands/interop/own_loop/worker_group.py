@@ -284,7 +284,7 @@ class WorkerGroup:
     def _find(self, store: CheckpointStore, step: int | None) -> Loaded | None:
         """Collective: the checkpoint that worker 0 found, read by every worker."""
         loaded: Loaded | None = None
-        if self.is_main:
+        if self.is_main and not self._rounds.exchange.is_replay:
             try:
                 loaded = store.load(step)
             except NoCheckpoint:

@@ -47,6 +47,7 @@ class Launched:
     joins: int = 0  # how many groups the script has joined
     role: tuple[str, int] | None = None  # where servers are among the processes: worker or ps, and its number
     world: int = 0  # then, how many processes there are
+    replays: Callable[..., Any] | None = None  # opens the end of a recorded loop that is executed again
     counts: dict[str, Any] = field(default_factory=dict)  # what the process reports at its end
 
 

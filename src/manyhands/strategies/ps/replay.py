@@ -36,7 +36,7 @@ from manyhands.strategy import Strategy
 from manyhands.task import Task
 from manyhands.workloads.registry import TASK_NAMES, find, load
 
-__all__ = ["Difference", "Replayed", "replay"]
+__all__ = ["Difference", "Replayed", "is_same", "replay"]
 
 _MOST_THREADS = 4096
 _COPIES = 4  # the model, two numbers of an optimizer's state for each of its own, and the shards' values
@@ -114,7 +114,7 @@ def replay(run: str | Path, task: Task | None = None, *, until: int | None = Non
                     if name != "loss" and type(value) in (int, float)
                 },
                 first_difference=difference,
-                same_bytes=_is_same(summary, player.digests()) if whole else None,
+                same_bytes=is_same(summary, player.digests()) if whole else None,
                 extra_bytes=player.peak_bytes,
                 notes=(*logs.notes, *_environment(record)),
             )
@@ -140,6 +140,11 @@ def _strategy(path: Path, record: RunRecord, logs: ShardLogs) -> Ps:
 
 
 def _built_in(path: Path, config: Mapping[str, Any]) -> Task:
+    if "sha256" in config:
+        raise UserError(
+            f"{path} is a run of {printable(repr(config.get('task')))}, a loop of your own: start it with "
+            "manyhands replay RUN --script SCRIPT"
+        )
     options = config.get("task_options")
     if not isinstance(options, dict):
         raise UserError(
@@ -197,7 +202,7 @@ def _require_same_task(
         )
 
 
-def _is_same(summary: Mapping[str, Any], digests: list[str]) -> bool | None:
+def is_same(summary: Mapping[str, Any], digests: list[str]) -> bool | None:
     """Whether these are the weights that the servers left; None for a run that did not come to its end."""
     servers = summary.get("servers")
     if not isinstance(servers, list) or not all(isinstance(one, dict) for one in servers):

@@ -7,6 +7,7 @@ like a worker's; the stores of all shards take the steps.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.data.store.rundir import parameter_shapes
-from manyhands.engine.computing import Computed, Computer, TrainingPlan
+from manyhands.engine.computing import Built, Computed, Computer, TrainingPlan
 from manyhands.engine.device import check_device
 from manyhands.strategies.ps.digests import gradient_hash, shard_digest
-from manyhands.strategies.ps.live.area import WorkerArea
+from manyhands.strategies.ps.live.area import AreaPart, WorkerArea
 from manyhands.strategies.ps.live.row_payloads import pack
 from manyhands.strategies.ps.live.shard_encoding import RangeCoding
 from manyhands.strategies.ps.live.worker_state import ReplicaModel
@@ -88,9 +89,12 @@ class ReplayStage:
         self.area.close()
 
     def store(self, shard: int) -> ShardStore:
-        store = ShardStore(self.computer.build(), self.layout, shard)
+        store = ShardStore(self._build(), self.layout, shard)
         store.votes = self._strategy.votes
         return store
+
+    def _build(self) -> Built:
+        return self.computer.build()
 
     def coding(self, process: int) -> RangeCoding:
         if process not in self._codings:
@@ -194,16 +198,7 @@ class Player:
 
     def _compute(self, compute: ReplayCompute) -> Difference | None:
         row, stage = compute.row, self._stage
-        coding = stage.coding(row.process)
-        coding.begin(row.batch, row.part)
-        for shard, version in enumerate(row.versions):
-            kept = self._kept.get((shard, version))
-            if kept is not None:
-                self._parts[shard].values.copy_(kept.dense)
-            else:
-                self._stores[shard].read_into(self._parts[shard].values)
-            if coding.codes_values:
-                coding.round(shard, self._layout.range_in(self._parts[shard].values, shard))
+        self._read(row, self._parts)
         stage.replica.pulled()
         self._buffers.switch(row.process)
         stage.replica.begin()
@@ -216,8 +211,27 @@ class Player:
         if compute.undone:
             stage.replica.undo()
         stage.tables.collect(done.share)
+        self._computed[row.name] = done
+        return self._take(compute, self._parts)
+
+    def _read(self, row: ComputedRow, parts: Sequence[AreaPart]) -> None:
+        """Copy the versions that were read into a worker's memory."""
+        coding = self._stage.coding(row.process)
+        coding.begin(row.batch, row.part)
+        for shard, version in enumerate(row.versions):
+            kept = self._kept.get((shard, version))
+            if kept is not None:
+                parts[shard].values.copy_(kept.dense)
+            else:
+                self._stores[shard].read_into(parts[shard].values)
+            if coding.codes_values:
+                coding.round(shard, self._layout.range_in(parts[shard].values, shard))
+
+    def _take(self, compute: ReplayCompute, parts: Sequence[AreaPart]) -> Difference | None:
+        """Compare a gradient with its record, and keep it for the shards that applied it."""
+        row, stage, coding = compute.row, self._stage, self._stage.coding(compute.row.process)
         self.updates += 1
-        for shard, part in enumerate(self._parts):
+        for shard, part in enumerate(parts):
             if coding.codes_gradients:
                 coding.round(shard, part.gradient)
             found = gradient_hash(part.flags, part.gradient, stage.tables.gradients(shard))
@@ -230,14 +244,18 @@ class Player:
                 sentence = f"{where}: its gradient differs from the recorded one"
                 return Difference(shard, applied, row.slot, row.clock, row.batch, sentence)
         for shard in compute.shards:
-            part = self._parts[shard]
+            part = parts[shard]
             self._gradients[shard, row.name] = Contribution(
                 gradient=self._layout.range_in(part.gradient.memory.clone(), shard),
                 present=part.flags.clone(),
                 rows=stage.tables.gradients(shard),
             )
-        self._computed[row.name] = done
         return None
+
+    def _settings(self, row: StepRow) -> str:
+        """What a loop of the user's own gave the optimizer for this step."""
+        del row
+        return ""
 
     def _read_rows(self, row: ComputedRow, batch: Any) -> None:
         """Bring the rows that a batch reads up to the version that its worker read."""
@@ -258,7 +276,7 @@ class Player:
         contributions = [
             replace(self._gradients.pop((shard, update.name)), factor=update.factor) for update in row.updates
         ]
-        self._stores[shard].apply(contributions, row.rate, num_batches(row))
+        self._stores[shard].apply(contributions, row.rate, num_batches(row), self._settings(row))
         self._versions[shard] = row.version
         if row.version <= self._order.limits[shard]:
             self.batches[shard] += num_batches(row)

@@ -13,12 +13,13 @@ values where the shards keep them (`values` is given), and the area ends with th
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from manyhands.native.segment import PAGE, Segment, round_up
+from manyhands.native.segment import PAGE, Segment, reserve, round_up
 from manyhands.strategies.ps.shard_layout import FlatLayout, ShardRange
 
 __all__ = ["AreaPart", "SharedParameters", "WorkerArea"]
@@ -72,6 +73,14 @@ class WorkerArea:
     def create(cls, layout: FlatLayout, values: Tensor | None = None) -> WorkerArea:
         num_bytes = _num_bytes(layout, with_values=values is None)
         return cls(Segment.create(num_bytes, "a worker's parameters and gradients"), layout, values)
+
+    @classmethod
+    def shared(cls, descriptor: int, layout: FlatLayout) -> WorkerArea:
+        """That of an inherited descriptor, which the first of its holders sizes."""
+        num_bytes = _num_bytes(layout, with_values=True)
+        if not os.fstat(descriptor).st_size:
+            reserve(descriptor, num_bytes, "a worker's parameters and gradients")
+        return cls(Segment.attach(os.dup(descriptor)), layout)
 
     def part(self, shard: int) -> AreaPart:
         begin, end = self._layout.bounds[shard]

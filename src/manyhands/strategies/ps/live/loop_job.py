@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import torch
 
-from manyhands.data.store.atomic import WriteFailed
+from manyhands.data.store.atomic import WriteFailed, write_json
 from manyhands.engine.computing import Built, Computer, TrainingPlan
+from manyhands.engine.loop_end import GroupStore
 from manyhands.errors import DataError, UserError
 from manyhands.native.segment import Segment
 from manyhands.strategies.ps.digests import layout_digest
@@ -24,10 +27,11 @@ from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategies.ps.update_files import RunRecord, read_logs, read_record, write_record
 from manyhands.task import Task
 
-__all__ = ["LoopJob", "begin_record", "end_record", "loop_job"]
+__all__ = ["NO_END", "LoopJob", "begin_record", "end_record", "loop_job", "read_orders", "write_orders"]
 
 _log = logging.getLogger("manyhands")
 NO_END: Final = 1 << 50  # a loop of the user's own has as many steps as it takes
+_ORDERS: Final = Path("updates", "orders.json")
 _SNAPSHOT_EVERY: Final = 100  # steps of a shard, where a run is kept
 
 
@@ -79,6 +83,33 @@ def end_record(run_path: Path) -> None:
         write_record(run_path, record._replace(steps=max(applied, default=-1) + 1))
     except (DataError, UserError, WriteFailed) as error:
         _log.warning("manyhands: this run cannot be audited: %s", error)
+
+
+def write_orders(run_path: Path, store: GroupStore, workers: int, loads: int) -> None:
+    """Keep what else timing decided: the random numbers behind each order of samples, and rates of schedules."""
+    names = (f"order/{number}" for number in count())
+    orders = dict(takewhile(lambda one: one[1] is not None, ((name, store.find(name)) for name in names)))
+    rates = {name: store.find(name) for name in (f"rates/{rank}" for rank in range(workers))}
+    values = {name: value.hex() for name, value in {**orders, **rates}.items() if value is not None}
+    write_json(run_path / _ORDERS, {"loads": loads, "values": values})
+
+
+def read_orders(run_path: Path) -> dict[str, bytes]:
+    """What `write_orders` wrote; UserError where the run cannot be executed again."""
+    path = run_path / _ORDERS
+    try:
+        found = json.loads(path.read_bytes())
+        orders = {str(name): bytes.fromhex(value) for name, value in found["values"].items()}
+        loads = found["loads"]
+    except FileNotFoundError:
+        raise UserError(
+            f"{run_path} has no {_ORDERS}: its loop did not come to its end, so it cannot be replayed"
+        ) from None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DataError(f"{path} is damaged: {error}") from None
+    if loads:
+        raise UserError(f"{run_path} continued from a checkpoint, so it cannot be replayed; use audit")
+    return orders
 
 
 @dataclass(frozen=True, kw_only=True)

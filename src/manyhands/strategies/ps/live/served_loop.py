@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore
@@ -34,7 +34,7 @@ from manyhands.places.local.status import State
 from manyhands.strategies.common.consistency import SoftSync
 from manyhands.strategies.ps.client_core import Reason
 from manyhands.strategies.ps.live import reports
-from manyhands.strategies.ps.live.loop_job import LoopJob, begin_record, loop_job
+from manyhands.strategies.ps.live.loop_job import LoopJob, begin_record, loop_job, write_orders
 from manyhands.strategies.ps.live.loop_launcher import launch_scripts
 from manyhands.strategies.ps.live.loop_outside import join_scripts, lead_scripts
 from manyhands.strategies.ps.live.ps_job import MemberContext, MemberResources
@@ -160,7 +160,7 @@ class ServedLoop(LoopEnd):
         self._line: ControlConnection | None = None  # to a leader that has not started this process
 
     @classmethod
-    def open(cls, place: ProcessPlace, name: str, strategy: Strategy, timeout_s: float) -> Self:
+    def open(cls, place: ProcessPlace, name: str, strategy: Strategy, timeout_s: float) -> LoopEnd:
         assert isinstance(strategy, Ps), "the registry leads here from ps alone"
         store = GroupStore(PrefixStore(f"{name}/values", place.open_store(timeout_s)), timeout_s)
         if place.launched is not None:
@@ -294,6 +294,8 @@ class ServedLoop(LoopEnd):
         body = self._body
         counts = {name: getattr(body, name) for name in ("messages_sent", "bytes_sent", "samples")}
         counts["recorded"] = body.recorder.kept
+        if self.rank == 0 and self._job.run_path is not None:
+            write_orders(self._job.run_path, self.store, self.world, self._loads)
         self._release()
         self._end_well(counts)
 
