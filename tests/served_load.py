@@ -31,39 +31,53 @@ def connected(server: ModelServer) -> http.client.HTTPConnection:
 
 def under_load(
     server: ModelServer, requests: list[list[Any]], kills: int, victim: Callable[[], int] | None = None
-) -> list[list[Any]]:
-    """The answers to each request, of many clients at once, while workers are killed now and then."""
-    answers: dict[int, list[Any]] = {}
+) -> list[tuple[int, list[Any]]]:
+    """Every answer with the number of its request; clients ask for all of them, and on until workers were killed."""
+    given: list[tuple[int, list[Any]]] = []
     failures: list[BaseException] = []
+    killed = threading.Event()
 
     def ask_some(first: int) -> None:
-        connection = connected(server)
+        connection, is_first = connected(server), True
         try:
-            for number in range(first, len(requests), CLIENTS):
-                status, said = asked(server, requests[number], connection)
-                assert status == 200, said
-                answers[number] = said["answers"]
+            while is_first or not killed.is_set():
+                is_first = False
+                for number in range(first, len(requests), CLIENTS):
+                    status, said = asked(server, requests[number], connection)
+                    assert status == 200, said
+                    given.append((number, said["answers"]))
         except BaseException as failure:
             failures.append(failure)
         finally:
             connection.close()
 
+    def until(holds: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + 60
+        while not holds():
+            assert time.monotonic() < deadline, f"{what}, after {len(given)} answers"
+            assert not failures, failures
+            time.sleep(0.002)
+
+    def strike(deaths: int) -> None:
+        more = len(given) + CLIENTS
+        until(lambda: len(ready(server)) == 2 and len(given) >= more, "two workers under load")
+        os.kill(victim() if victim is not None else ready(server)[0], signal.SIGKILL)
+        until(lambda: server.view().deaths == deaths, "a death that is noticed")
+
     clients = [threading.Thread(target=ask_some, args=(first,)) for first in range(CLIENTS)]
     for client in clients:
         client.start()
-    for kill in range(1, kills + 1):
-        until = time.monotonic() + 60
-        due = len(requests) * kill // (kills + 2)
-        while len(answers) < due or len(ready(server)) < 2:
-            assert time.monotonic() < until, f"{len(answers)} answers"
-            assert not failures, failures
-            time.sleep(0.002)
-        os.kill(victim() if victim is not None else ready(server)[0], signal.SIGKILL)
-    for client in clients:
-        client.join(90)
+    try:
+        for kill in range(kills):
+            strike(kill + 1)
+    finally:
+        killed.set()
+        for client in clients:
+            client.join(90)
     assert failures == []
     assert server.view().deaths == kills
-    return [answers[number] for number in range(len(requests))]
+    assert {number for number, _ in given} == set(range(len(requests))), "none is lost"
+    return given
 
 
 def ready(server: ModelServer) -> list[int]:

@@ -184,8 +184,10 @@ def test_a_part_that_is_killed_takes_its_worker_with_it_and_nothing_is_lost_or_m
     expected = [chr(65 + (number + 2) % 26) for number in range(240)]
     options = ServeOptions(workers=2, batches=BatchLimits(wait_s=0.001, deadline_s=30.0))
     with ModelServer(predictor, "letters", options) as server:
-        answers = under_load(server, [[text] for text in texts], kills=1, victim=lambda: min(later_parts()))
-        assert [answer["next"] for (answer,) in answers] == expected
+        for number, (answer,) in under_load(
+            server, [[text] for text in texts], kills=1, victim=lambda: min(later_parts())
+        ):
+            assert answer["next"] == expected[number]
         awaited(lambda: len(ready(server)) == 2, "both workers are ready")
         os.kill(ready(server)[0], signal.SIGKILL)  # the first process of a worker
         connection = connected(server)

@@ -196,6 +196,10 @@ DAMAGED = {
     "a huge label": (lambda one: _labelled(_of_classes(one, 2), f"[1, 1{'0' * 400}]"), "its labels are"),
     "no number": (lambda one: _labelled(_of_classes(one, 2), "[1, NaN]"), "its labels are"),
     "deep labels": (lambda one: _labelled(_of_classes(one, 2), "[" * 100_000), "its labels are"),
+    "one against all": (
+        lambda one: one.replace("objective=regression", "objective=multiclassova num_class:3"),
+        "its objective is 'multiclassova num_class:3'; supported: regression, ",
+    ),
     "ranking": (lambda one: one.replace("objective=regression", "objective=lambdarank"), "its objective is"),
     "names": (lambda one: one.replace("max_feature_idx=4", "max_feature_idx=9"), "max_feature_idx is '9'"),
     "label": (lambda one: one.replace("label_index=0", "label_index=6"), "label_index is '6'"),

@@ -21,6 +21,7 @@ from manyhands.data.row_files import Reading, RowFile
 from manyhands.engine.training import Keeping
 from manyhands.errors import DataError, UserError
 from manyhands.places.local.signals import ending
+from manyhands.workloads.array_files import mapped_arrays, unload
 from manyhands.workloads.logreg import training
 from manyhands.workloads.logreg.labels import Labels, Metrics, labels_of, measure
 from manyhands.workloads.logreg.model import MODEL_FILE, LogregModel
@@ -380,3 +381,17 @@ def test_threads_that_all_worked_are_not() -> None:
     assert summary["steps"] > 5, "there are several steps in a pass"
     both_worked = all(worker["steps"] for worker in summary["per_worker"])
     assert (summary["notes"] == []) == both_worked
+
+
+def test_what_was_read_of_a_mapped_array_leaves_memory(tmp_path: Path) -> None:
+    def resident() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("RssFile")) << 10
+
+    np.arange(1 << 23, dtype=np.float64).tofile(tmp_path / "numbers")
+    array = mapped_arrays(str(tmp_path), {"numbers": np.float64})["numbers"]
+    total, before = array.sum(), resident()
+    unload(array, 1 << 10, 1 << 23)
+    assert before - resident() > 32 << 20
+    assert array.sum() == total
+    unload(np.zeros(3), 0, 3)  # which is not mapped

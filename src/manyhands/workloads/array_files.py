@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from manyhands.errors import ManyhandsError
 
-__all__ = ["disk_errors", "mapped_arrays"]
+__all__ = ["disk_errors", "mapped_arrays", "unload"]
 
 
 def mapped_arrays(folder: str, kinds: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
@@ -23,6 +24,16 @@ def mapped_arrays(folder: str, kinds: Mapping[str, Any]) -> dict[str, NDArray[An
         for name, kind in kinds.items()
         for path in [Path(folder, name)]
     }
+
+
+def unload(array: NDArray[Any], begin: int, end: int) -> None:
+    """Drop these items of a mapped array from memory; they are read from the file again where they are needed."""
+    owner: Any = array
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    first = begin * array.itemsize // mmap.PAGESIZE * mmap.PAGESIZE
+    if isinstance(owner, mmap.mmap) and first < end * array.itemsize:
+        owner.madvise(mmap.MADV_DONTNEED, first, end * array.itemsize - first)
 
 
 @contextmanager

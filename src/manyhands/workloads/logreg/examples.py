@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from manyhands.data.row_files import RowFile, Rows
 from manyhands.errors import DataError
-from manyhands.workloads.array_files import disk_errors, mapped_arrays
+from manyhands.workloads.array_files import disk_errors, mapped_arrays, unload
 from manyhands.workloads.logreg.labels import MOST_CLASSES, Labels, labels_of
 
 __all__ = ["Examples", "Labelled", "Parsed", "ParsedBlocks", "Spool", "SpooledRows", "parse_examples"]
@@ -138,10 +138,13 @@ class SpooledRows(Parsed):
         return mapped_arrays(self.folder, _KINDS)
 
     def opened(self) -> Pieces:
-        *rows, targets = self.arrays().values()
+        starts, indices, values, weights, targets = self.arrays().values()
 
         def pieces(begin: int, end: int) -> Iterator[Piece]:
-            yield tuple(rows), targets, (begin, end), 0
+            yield (starts, indices, values, weights), targets, (begin, end), 0
+            first, last = int(starts[begin]), int(starts[end])
+            for array in (indices, values):  # the most of it
+                unload(array, first, last)
 
         return pieces
 
