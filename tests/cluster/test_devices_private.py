@@ -271,11 +271,13 @@ def test_a_robust_server_is_not_moved_by_a_hostile_device(
 
 
 def test_own_models_are_those_of_the_simulation_and_outlive_a_restart(tmp_path: Path) -> None:
+    """Every device is killed in each round, once it has trained, and trains again."""
     write_parts(tmp_path, 3)
     strategy = "clients=3 epochs=2 batch=8 algorithm=ditto:0.2"
     for rounds in (2, 4):
         with serving(job_for(strategy, rounds=rounds), tmp_path / "run", resume=rounds > 2) as served:
-            to_the_end(devices_of(served, tmp_path, 3))
+            devices = devices_of(served, tmp_path, 3)
+            to_the_end([_Forgetful(one, before_report=True) for one in devices])  # type: ignore[misc]
     simulated = mh.fit(TOY.build(), f"federated {strategy}", rounds=4, out=tmp_path / "simulated")
     with RunDirectory.open(tmp_path / "simulated", lock=False) as directory:
         kept = models_kept(directory.checkpoints().load().extra["exchange"])
@@ -320,10 +322,10 @@ def test_control_variates_follow_the_reports_that_count(tmp_path: Path) -> None:
 
 
 class _Forgetful:
-    """A device that is started anew after every report."""
+    """A device that is started anew after every report, or once in every round before its report."""
 
-    def __init__(self, device: Device) -> None:
-        self._device, self._state = device, device._state
+    def __init__(self, device: Device, *, before_report: bool = False) -> None:
+        self._device, self._state, self._before_report = device, device._state, before_report
 
     def run(self) -> int:
         send = self._device._send
@@ -331,10 +333,17 @@ class _Forgetful:
         class Restart(Exception):
             pass
 
-        asked = []
+        asked, cut_at = [], set[str]()
 
         def cut(method: str, target: str, *more: object) -> object:
-            if target.startswith("/work") and any(one.startswith("/report") for one in asked):
+            if self._before_report and target.startswith("/report") and target not in cut_at:
+                cut_at.add(target)
+                raise Restart
+            if (
+                not self._before_report
+                and target.startswith("/work")
+                and any(one.startswith("/report") for one in asked)
+            ):
                 raise Restart
             asked.append(target)
             return send(method, target, *more)

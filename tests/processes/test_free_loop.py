@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -125,6 +126,30 @@ def test_under_torchrun_the_first_rank_serves(tmp_path: Path, alone: dict[str, d
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
     run(tmp_path / "ours", *torchrun, script=script, starts=3)
     require_equal(tmp_path / "ours", alone["all"], 2)
+
+
+def test_roles_of_a_cluster_specification_serve_and_train(
+    tmp_path: Path, alone: dict[str, dict[str, Any]]
+) -> None:
+    script, folder = tmp_path / "script.py", tmp_path / "ours"
+    script.write_text(SCRIPT.read_text().replace("mh.join(", 'mh.join(strategy="ps", '))
+    folder.mkdir()
+    with socket.socket() as free:  # port 0 is not for an address that all must know
+        free.bind(("127.0.0.1", 0))
+        chief = f"127.0.0.1:{free.getsockname()[1]}"
+    cluster = {"chief": [chief], "worker": ["127.0.0.1:1", "127.0.0.1:2"], "ps": ["127.0.0.1:3"]}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "FREE_LOOP": "{}"}
+    started: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = []
+    for kind, index in (("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0)):
+        role = json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})
+        command = [sys.executable, script, folder]
+        processes.append(warm.Popen(command, **started, env={**env, "TF_CONFIG": role}))
+    for process in processes:
+        with process:
+            _, said = process.communicate(timeout=100)
+        assert process.returncode == 0, said
+    require_equal(folder, alone["all"], 2)
 
 
 def test_where_batches_are_given_out_a_killed_workers_batch_is_its_successors(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ class Worker:
     Worker 0 leaves its draws of every reading in `report`, where the others find them.
     """
 
-    together = True
+    synchronous = True
     sharing, require_own_streams = Rounds.sharing, Rounds.require_own_streams
 
     def __init__(self, rank: int, world: int, report: list[torch.Tensor] | None = None) -> None:

@@ -273,6 +273,15 @@ def test_a_setting_that_promises_less_than_it_seems_is_refused(text: str, words:
     assert str(caught.value).startswith("federated ")
 
 
+def test_draws_that_take_everybody_make_nothing_cheaper() -> None:
+    """With fraction=1 sampling=poisson is fixed; a smaller fraction is what takes less noise."""
+    noises = [
+        of(f"clients=100 epsilon=8 {more}").privacy.with_noise(100, 20).noise
+        for more in ("sampling=poisson", "sampling=fixed", "", "fraction=0.5")
+    ]
+    assert noises[0] == noises[1] == noises[2] > noises[3]
+
+
 def test_settings_print_as_they_are_read() -> None:
     text = "federated fraction=0.1 clip=adaptive:0.5 noise=1 epsilon=8 delta=1e-05 sampling=poisson"
     assert str(Strategy.parse(text)) == text

@@ -66,7 +66,7 @@ class LoopEnd(Exchange):
     """One worker's end; its steps are taken by `push`, never by the optimizer of the user's loop itself."""
 
     steps_itself: ClassVar[bool] = True
-    together: bool  # every batch is split over all workers, and all of them take every step
+    synchronous: bool  # every batch is split over all workers, and all of them take every step
     batch: int = 0  # the batch that this worker computes next, where it has all of it
     clock: int = 0  # how many updates there were in this worker's place before the next one
     store: GroupStore

@@ -154,7 +154,7 @@ class Rounds:
     Where workers hold copies, their parameters are compared every `check_every` rounds; 0: never.
     """
 
-    together = True  # every batch is split over all workers, and all take every step
+    synchronous = True  # every batch is split over all workers, and all take every step
 
     def __init__(
         self, words: Words, exchange: Exchange, worker_context: WorkerContext, check_every: int = 0

@@ -131,14 +131,14 @@ class FreeRounds(Rounds):
         self, words: StoreWords, exchange: LoopEnd, worker_context: WorkerContext, check_every: int = 0
     ) -> None:
         super().__init__(words, exchange, worker_context, check_every)
-        self.together = exchange.together
-        self._share = 1 / self.world if self.together else 1.0
+        self.synchronous = exchange.synchronous
+        self._share = 1 / self.world if self.synchronous else 1.0
         self._schedule = LoopSchedule(exchange.store, self.rank)
         self.readings: FreeReadings = FreeReadings(
             self._share, self._weigh, self._handed_out, self._schedule.asked_for_more
         )
         words.position = self._position
-        words.is_apart = lambda: not self.together and self.readings.passed is not None
+        words.is_apart = lambda: not self.synchronous and self.readings.passed is not None
         self._drawn = 0  # batches of the training that were drawn from loaders, of all workers
         self._start = 0  # of those, how many a predecessor had done
         self._draws = 0  # how often an order of samples was drawn
@@ -162,7 +162,7 @@ class FreeRounds(Rounds):
         self._keeps_buffers = buffers != "local"
         end.begin(model, optimizer, self._worker_context)
         self._model, self._optimizer = model, optimizer
-        if self.together and self.world > 1:
+        if self.synchronous and self.world > 1:
             self._watch = GradientWatch(optimizer)
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -174,7 +174,7 @@ class FreeRounds(Rounds):
         self.clock.start()
 
     def require_own_streams(self) -> None:
-        if self.together:
+        if self.synchronous:
             raise UserError(
                 "prepare(split=False): workers that step together cannot end with the shortest stream here; use "
                 "consistency=async, or strategy=mirrored"
@@ -234,11 +234,11 @@ class FreeRounds(Rounds):
         if not self._trains:
             if self.words.is_apart():
                 return lambda size: Turn(range(size))  # at a batch of its own, a worker evaluates alone
-            if self._model is not None and not self.together:
+            if self._model is not None and not self.synchronous:
                 self.words.all(b"-")
                 self.exchange.refresh()
             return super().sharing()
-        return self._own_part if self.together else self._own_batch
+        return self._own_part if self.synchronous else self._own_batch
 
     def optimizer_state(self, folder: Path) -> Mapping[str, Any] | None:
         """Collective: the optimizer's state on worker 0; None where a predecessor has done this."""
@@ -273,7 +273,7 @@ class FreeRounds(Rounds):
         else:
             name = self.words.name("order")
         store = self.exchange.store
-        return store.get(name, "worker 0") if self.together and self.rank else store.first(name, mine)
+        return store.get(name, "worker 0") if self.synchronous and self.rank else store.first(name, mine)
 
     @contextmanager
     def _once(self, what: str) -> Iterator[bool]:
@@ -319,7 +319,7 @@ class FreeRounds(Rounds):
         self._schedule.handed_out(part.index)
         self.exchange.enter()
         stop = self.exchange.store.find("stop")
-        if stop is not None and (not self.together or part.index >= int(stop)):
+        if stop is not None and (not self.synchronous or part.index >= int(stop)):
             self.is_stopped = True
             self.readings.stop()
 
@@ -327,7 +327,7 @@ class FreeRounds(Rounds):
         if not self._in_backward:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._ended)
-        return gradient * self._share if self.together and self._share != 1 else None
+        return gradient * self._share if self.synchronous and self._share != 1 else None
 
     def _ended(self) -> None:
         self._in_backward = False
@@ -364,7 +364,7 @@ class FreeRounds(Rounds):
         clock, passed, each = self._pace
         now, there = self.exchange.clock, self._passed()
         expected = passed + (now + 1 - clock) * each
-        if self.together and (clock < 0 or there != expected):
+        if self.synchronous and (clock < 0 or there != expected):
             before = 0 if clock < 0 else passed + (now - clock) * each
             self._pace = (now, before, there - before)
             self.exchange.store.put(f"pace/{self.rank}", json.dumps(self._pace).encode())

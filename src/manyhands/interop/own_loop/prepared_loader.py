@@ -92,7 +92,7 @@ class SharedStreamLoader(_GroupLoader):
             if (
                 isinstance(loader.dataset, IterableDataset)
                 and loader.batch_size is not None
-                and reader.together
+                and reader.synchronous
             ):
                 self._collates, size = True, loader.batch_size
                 collate = SharedCollate(loader.collate_fn, reader.part.index, reader.part.count)
@@ -146,7 +146,7 @@ class SharedStreamLoader(_GroupLoader):
                     "loader = group.prepare(stream, split=False)",
                     stacklevel=3,
                 )
-            share = 1 / self._reader.part.count if self._reader.together else 1.0
+            share = 1 / self._reader.part.count if self._reader.synchronous else 1.0
             return BatchShare(batch, LoaderPart(share=share, mark=mark, index=turn.batch))
         span = turn.span
         part = LoaderPart(share=len(span) / rows, samples=len(span), mark=mark, index=turn.batch)
@@ -170,7 +170,7 @@ class OwnStreamLoader(_GroupLoader):
                 return
             while upcoming is not END and not reading.is_over:
                 batch, upcoming = upcoming, readings.read(batches)
-                share = 1 / self._reader.world if self._reader.together else 1.0
+                share = 1 / self._reader.world if self._reader.synchronous else 1.0
                 readings.begin(reading, LoaderPart(share=share, last=upcoming is END))
                 yield self._move(batch)
 
@@ -271,7 +271,7 @@ class SplitLoader(_GroupLoader):
         # Where a batch is given out when it is asked for, none can be read ahead.
         ahead = (
             {}
-            if reader.together
+            if reader.synchronous
             else {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
         )
         self._inner = remade(loader, batch_sampler=self._shares, **ahead)

@@ -33,7 +33,7 @@ _NO_END: Final = 1 << 50  # a loop of the user's own has as many steps as it tak
 class SharedLoop(LoopEnd):
     """One worker's end: which batch is its next, and its steps on the shared memory."""
 
-    together = False
+    synchronous = False
     _stepper: SharedStepper | None = None
     _order: Order
     _model: nn.Module

@@ -155,7 +155,7 @@ class ReplayedLoop(LoopEnd):
         assert place.launched is not None, "only launched processes replay"
         self._launched, self._run_path, self._plays = place.launched, run_path, place.role == "ps"
         self._job = loop_job(strategy, workers, timeout_s)
-        self.together = strategy.consistency.stepwise
+        self.synchronous = strategy.consistency.stepwise
         self._at = self._refreshes = 0
         self._turns: list[LoopTurn] = []
 
@@ -243,7 +243,7 @@ class ReplayedLoop(LoopEnd):
         self._wait(f"fresh/{self.rank}/{number}")
 
     def clips(self, model: nn.Module, max_norm: float) -> float | None:
-        return None if self.together and self.world > 1 else super().clips(model, max_norm)
+        return None if self.synchronous and self.world > 1 else super().clips(model, max_norm)
 
     def save(self, folder: Path, model: nn.Module) -> None:
         del folder, model
@@ -274,9 +274,9 @@ class ReplayedLoop(LoopEnd):
     def _take_turn(self) -> None:
         turn = self._turn
         self.clock, self.batch = (turn.clock, turn.batch) if turn is not None else (self.clock + 1, NO_END)
-        if self.together and turn is not None and turn.applied:
+        if self.synchronous and turn is not None and turn.applied:
             self.refresh(turn.versions)
-        elif self.together and not any(later.stepped for later in self._turns[self._at :]):
+        elif self.synchronous and not any(later.stepped for later in self._turns[self._at :]):
             self._wait("over")
 
     def _wait(self, name: str) -> None:

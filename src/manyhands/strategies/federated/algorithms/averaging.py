@@ -224,9 +224,8 @@ class Scaffold(FederatedAlgorithm):
         self._begin_server(self.kept(weights))
         for common, change in zip(self._server, mean[len(weights) :], strict=True):
             common.add_(change)
-        for client, after in self.coming.items():
-            self.keep(client, after)
-        self.coming.clear()
+        for client in list(self.coming):
+            self.settle(client, counted=True)
 
     def _begin_server(self, like: Tensors) -> None:
         if not self._server:
@@ -264,7 +263,17 @@ class Ditto(FederatedAlgorithm):
         _hold_near(parameters, weights, self._hold)
 
     def keep_personal(self, client: int, trained: Tensors) -> None:
-        self.keep(client, trained)
+        """Not before the round is over: a device that is killed in it trains from the same model again."""
+        self.coming[client] = [one.detach().clone() for one in trained]
+
+    def settle(self, client: int, *, counted: bool) -> None:
+        del counted  # it is the client's own, whatever the server took
+        super().settle(client, counted=True)
+
+    def step(self, weights: Tensors, mean: Tensors) -> None:
+        super().step(weights, mean)
+        for client in list(self.coming):
+            self.settle(client, counted=True)
 
 
 # Means that a few hostile clients cannot move far. Median and trimmed mean of each item by itself: Yin et al.,

@@ -50,7 +50,7 @@ from manyhands.strategy import Strategy
 __all__ = ["ServedLoop"]
 
 _LOOK_S: Final = 0.02
-_SETTLE_S: Final = 5.0
+_SAME_VERSION_S: Final = 5.0
 _ASK_AGAIN_S: Final = 2.0
 
 
@@ -153,7 +153,7 @@ class ServedLoop(LoopEnd):
         super().__init__(job.workers if slot is None else slot, job.workers, store)
         self._place, self._name, self._job, self._slot = place, name, job, slot
         self._policy = job.strategy.consistency
-        self.together = self._policy.stepwise
+        self.synchronous = self._policy.stepwise
         self._attached, self._loads = False, 0
         self._unused: set[int] = set()  # numbers of batches that went with a load instead
         self._stack = ExitStack()
@@ -220,7 +220,7 @@ class ServedLoop(LoopEnd):
         self._session.read_again()
 
     def clips(self, model: nn.Module, max_norm: float) -> float | None:
-        if not self.together or self.world == 1:
+        if not self.synchronous or self.world == 1:
             return super().clips(model, max_norm)
         if self._job.strategy.servers > 1:
             raise UserError(
@@ -262,7 +262,7 @@ class ServedLoop(LoopEnd):
             for number in range(self._group_size):
                 unused.append(self._session.work[1])
                 self._give(0.0, "" if number else settings_text(order), skip=True)
-        elif not again and self.together:
+        elif not again and self.synchronous:
             self.skip()
         self._loads += 1
         brought = self._all_come(f"loaded {self._loads}", json.dumps(unused).encode())
@@ -279,14 +279,14 @@ class ServedLoop(LoopEnd):
                 self.skip()
         elif self.rank == 0:
             self._fill_group()
-        settled = self._all_come("settled", str(self.clock).encode())
+        stopped = self._all_come("stopped", str(self.clock).encode())
         session.read_again()
-        deadline = time.monotonic() + _SETTLE_S
+        deadline = time.monotonic() + _SAME_VERSION_S
         while len(set(session.versions)) > 1 and time.monotonic() < deadline:
             time.sleep(_LOOK_S)  # the lead has decided on the last steps, and other shards hear of them
             session.read_again()
         # So that no batch is missing among those that were given out: what nobody computes counts as nothing.
-        for _ in range(1 if lag is None else max(map(int, settled)) - self.clock):
+        for _ in range(1 if lag is None else max(map(int, stopped)) - self.clock):
             self.skip()
 
     def finish(self) -> None:
