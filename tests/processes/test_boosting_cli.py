@@ -69,9 +69,11 @@ def test_three_labels_are_classes_with_a_note_figures_and_probabilities(
     words = ["train", "gbdt", "--train", "iris.npy", "--test", "iris.npy", "--trees", "20", "--out", "m"]
     assert run_command(monkeypatch, *words, "--valid-fraction", "0.2") == 0
     printed = capfd.readouterr()
-    assert caplog.messages == ["objective=multiclass: the label has 3 values; give --objective to choose"]
+    assert caplog.messages == [
+        "manyhands: objective=multiclass: the label has 3 values; give --objective to choose"
+    ]
     summary = json.loads(Path("m/summary.json").read_text())
-    assert summary["notes"] == caplog.messages
+    assert [f"manyhands: {note}" for note in summary["notes"]] == caplog.messages
     caplog.clear()
     assert (summary["objective"], summary["trees"], summary["labels"]) == ("multiclass", 20, [1, 2, 3])
     said = " ".join(printed.out.split())

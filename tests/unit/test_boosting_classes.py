@@ -195,7 +195,7 @@ def test_the_objective_is_guessed_from_the_labels_with_a_note(
     result = trained(choice(values, own), trees=1)
     assert (result.objective, result.model.labels) == (objective, classes)
     count = f"the label has {len(labels)} value{'s' * (len(labels) > 1)}"
-    assert caplog.messages == [f"objective={objective}: {count}; give --objective to choose"]
+    assert caplog.messages == [f"manyhands: objective={objective}: {count}; give --objective to choose"]
     caplog.clear()
     trained(choice(values, own), trees=1, objective=objective)
     assert not caplog.messages
