@@ -84,8 +84,10 @@ def test_three_labels_are_classes_with_a_note_figures_and_probabilities(
     assert "By label" in report
     assert "predicted 3" in report
     assert run_command(monkeypatch, "predict", "m", "iris.npy") == 0
-    found = np.array([line.split("\t") for line in capfd.readouterr().out.splitlines()], float)
+    printed = np.array([line.split("\t") for line in capfd.readouterr().out.splitlines()])
+    found = printed[:, 1:].astype(float)
     np.testing.assert_allclose(found.sum(axis=1), 1)
+    assert printed[:, 0].tolist() == [str(at + 1) for at in found.argmax(axis=1)]
     assert np.mean(found.argmax(axis=1) == labels) == pytest.approx(summary["accuracy"])
     assert run_command(monkeypatch, *words[:-2], "--objective", "regression", "--out", "number") == 0
     assert not caplog.messages, "nothing was guessed"

@@ -127,7 +127,9 @@ def test_several_labels_are_learned_tested_predicted_and_exported(
     assert summary["labels"] == [3, 5, 9]
     assert "By label" in Path("m/report.html").read_text()
     assert run_command(monkeypatch, "predict", "m", "three") == 0
-    found = np.array([line.split("\t") for line in capfd.readouterr().out.splitlines()], float)
+    printed = np.array([line.split("\t") for line in capfd.readouterr().out.splitlines()])
+    found = printed[:, 1:].astype(float)
+    assert printed[:, 0].tolist() == [["3", "5", "9"][at] for at in found.argmax(axis=1)]
     model = LogregModel.load(Path("m"))
     (rows,) = model.file("three").blocks()
     np.testing.assert_allclose(found, model.probabilities(rows), rtol=1e-5)

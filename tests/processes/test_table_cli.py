@@ -54,7 +54,9 @@ def test_csv_to_model_to_predictions(
     for name in ("trees", "line"):
         said = run("predict", name, "new.csv", "--out", "chances.txt")
         assert "1 value of new.csv counted as missing: categories that training did not have" in said
-        assert len(Path("chances.txt").read_text().split()) == 40
+        lines = [line.split("\t") for line in Path("chances.txt").read_text().splitlines()]
+        assert len(lines) == 40
+        assert all(label == ("yes" if float(yes) > float(no) else "no") for label, no, yes in lines)
     table = ("--path", "train.csv.gz", "--drop", "id,happy", "--skip-bad")
     said = run("train", "svd", *table, "--rank", "2", "--out", "axes")
     assert "200 bad rows of train.csv.gz left out" in said  # every tenth age is missing

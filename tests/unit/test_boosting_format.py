@@ -79,7 +79,8 @@ def test_what_is_written_is_read_back_to_the_bit(objective: str, tmp_path: Path)
         assert answers[0]["label"] == read.labels[int(np.argmax(expected[0]))]
         assert list(answers[0]["probabilities"]) == ["-3", "0", "3"]
         assert next(predictor.lines(predictor.inputs(asked))).split("\t") == [
-            f"{x:.17g}" for x in expected[0]
+            f"{answers[0]['label']:g}",
+            *(f"{x:.17g}" for x in expected[0]),
         ]
         answers = [list(answer["probabilities"].values()) for answer in answers]
     assert answers == expected

@@ -64,7 +64,7 @@ def grown(data: Any, **options: Any) -> Any:
 
 def predicted(predictor: Any, data: Any, **read_as: Any) -> Any:
     blocks = predictor.blocks(data, ReadAs(**read_as))
-    return np.array([float(line.split()[0]) for block in blocks for line in predictor.lines(block)])
+    return np.array([float(line.split()[-1]) for block in blocks for line in predictor.lines(block)])
 
 
 def test_trees_of_every_form_are_the_same_and_those_of_lightgbm_predict_the_same(tmp_path: Path) -> None:
@@ -100,7 +100,8 @@ def test_rows_to_predict_are_found_by_name_and_new_categories_count_as_missing(t
     assert predictor.new_texts == 40
     with pytest.raises(DataError, match=r"lacks the model's column 'home town'"):
         predicted(predictor, rows.drop(columns="home town"))
-    assert predictor.answers(predictor.inputs([[30.5, "Rome"], [None, "Atlantis"]])) == pytest.approx(
+    answers = predictor.answers(predictor.inputs([[30.5, "Rome"], [None, "Atlantis"]]))
+    assert [one["probabilities"]["yes"] for one in answers] == pytest.approx(
         predicted(predictor, pandas.DataFrame({"age": [30.5, None], "home town": ["Rome", None]}))
     )
     with pytest.raises(DataError, match="input 1 has '7' in column 'home town'; it must be a text or null"):
@@ -153,8 +154,10 @@ def test_a_regression_of_a_table_is_that_of_its_features(tmp_path: Path) -> None
     np.testing.assert_allclose(predicted(predictor, path), 1 / (1 + np.exp(-margins)), rtol=1e-4)
     answers = predictor.answers(predictor.inputs([[50.0, "Rome"], [None, "Atlantis"]]))
     weight = model.weight[0] * 50 + model.weight[1 + sorted(CITIES).index("Rome")] + model.bias
-    assert answers[0]["probability"] == pytest.approx(1 / (1 + np.exp(-weight)), rel=1e-5)
-    assert answers[1]["probability"] == pytest.approx(1 / (1 + np.exp(-model.bias)), rel=1e-5)
+    chances = [one["probabilities"]["yes"] for one in answers]
+    assert chances == pytest.approx([1 / (1 + np.exp(-weight)), 1 / (1 + np.exp(-model.bias))], rel=1e-5)
+    assert [one["label"] for one in answers] == ["yes" if chance >= 0.5 else "no" for chance in chances]
+    assert all(sum(one["probabilities"].values()) == pytest.approx(1) for one in answers)
 
 
 def test_a_regression_of_npy_leaves_the_label_out_of_rows_to_predict(tmp_path: Path) -> None:

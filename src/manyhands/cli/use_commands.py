@@ -63,9 +63,10 @@ def predict_command(asked: _PredictOptions) -> None:
     - digits, mnist: a picture (PNG and others, with Pillow), npy array, idx file or JSON array of images; the class
       and its probability.
 
-    - logreg: examples as a table (CSV, Parquet), LIBSVM or Vowpal Wabbit; the probability of the larger label.
+    - logreg: examples as a table (CSV, Parquet), LIBSVM or Vowpal Wabbit; the probability of the larger
+      label; of names or several labels, the label and the probability of each.
 
-    - gbdt: rows as a table (CSV, Parquet), LIBSVM or npy; the prediction, or the probability of the larger label.
+    - gbdt: rows as a table (CSV, Parquet), LIBSVM or npy; the prediction, or as logreg.
 
     - svd: rows as a table (CSV, Parquet), LIBSVM or npy; their coordinates along the components.
 

@@ -311,7 +311,7 @@ def _check_tree(number: int, arrays: Mapping[str, NDArray[Any]], columns: int, s
 
 
 class GbdtPredictor(Predictor[RowBlock]):
-    """A number for each row: the prediction, or the probability of the larger label; of several, that of each."""
+    """The prediction, or the probability of the larger label; of several, or of names, label and probabilities."""
 
     takes: ClassVar[str] = "an array of numbers, one for each column; null where one is missing"
     formats: ClassVar[tuple[str, ...]] = FORMATS
@@ -338,12 +338,14 @@ class GbdtPredictor(Predictor[RowBlock]):
 
     def answers(self, inputs: RowBlock) -> list[Any]:
         found = self.model.predict(inputs)
-        return list(found.tolist()) if found.ndim == 1 else self.model.labels.answers(found)
+        is_named = self.model.labels.are_named or found.ndim == 2
+        return self.model.labels.answers(found) if is_named else list(found.tolist())
 
     def lines(self, inputs: RowBlock) -> Iterator[str]:
-        """Of several classes the probabilities in their order, between tabs."""
-        found = self.model.predict(inputs).reshape(len(inputs), -1).tolist()
-        return ("\t".join(f"{value:.17g}" for value in row) for row in found)
+        found = self.model.predict(inputs)
+        if self.model.labels.are_named or found.ndim == 2:
+            return self.model.labels.lines(found, 17)
+        return (f"{value:.17g}" for value in found.tolist())
 
     @property
     def example(self) -> Any:

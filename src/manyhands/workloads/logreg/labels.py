@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -96,13 +96,28 @@ class Labels(tuple[float | str, ...]):
             raise DataError(f"{where}: row {first + at + 1} has {shown}; labels are {self.listed}")
         return found
 
+    @property
+    def are_named(self) -> bool:
+        """Whether a prediction says which label it means: of several, and of two names."""
+        return len(self) > 2 or (len(self) == 2 and isinstance(self.yes, str))
+
     def answers(self, chances: NDArray[np.float64]) -> list[dict[str, Any]]:
-        """What a predictor says of rows whose probabilities of all classes these are."""
-        names, best = self.names, chances.argmax(axis=1).tolist()
+        """What a predictor says of rows whose probabilities of all classes, or of the second of two, these are."""
+        chances = self._of_each(chances)
         return [
-            {"label": self[at], "probabilities": dict(zip(names, row, strict=True))}
-            for at, row in zip(best, chances.tolist(), strict=True)
+            {"label": self[at], "probabilities": dict(zip(self.names, row, strict=True))}
+            for at, row in zip(chances.argmax(axis=1).tolist(), chances.tolist(), strict=True)
         ]
+
+    def lines(self, chances: NDArray[np.float64], digits: int) -> Iterator[str]:
+        """The same as text, between tabs: the label, and the probabilities in the order of the classes."""
+        chances = self._of_each(chances)
+        best = chances.argmax(axis=1).tolist()
+        for at, row in zip(best, chances.tolist(), strict=True):
+            yield "\t".join((self.names[at], *(f"{chance:.{digits}g}" for chance in row)))
+
+    def _of_each(self, chances: NDArray[np.float64]) -> NDArray[np.float64]:
+        return chances if chances.ndim == 2 else np.stack([1.0 - chances, chances], axis=1)
 
 
 NO_LABELS = Labels()

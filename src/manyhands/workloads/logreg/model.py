@@ -148,7 +148,7 @@ def _joined(weight: NDArray[np.float32], bias: NDArray[np.float32]) -> NDArray[n
 
 
 class LogregPredictor(Predictor[Rows]):
-    """The probability of the larger label; of several, that of each."""
+    """The probability of the larger label; of several, or of names, the label and the probability of each."""
 
     takes: ClassVar[str] = "a line in the format of the training examples, LIBSVM or Vowpal Wabbit"
     formats: ClassVar[tuple[str, ...]] = FORMATS
@@ -181,7 +181,7 @@ class LogregPredictor(Predictor[Rows]):
 
     def answers(self, inputs: Rows) -> list[Any]:
         labels, chances = self.model.labels, self.model.probabilities(inputs)
-        if chances.ndim == 2:
+        if labels.are_named:
             return list(labels.answers(chances))
         return [
             {"label": labels.yes if chance >= 0.5 else labels.no, "probability": chance}
@@ -189,9 +189,10 @@ class LogregPredictor(Predictor[Rows]):
         ]
 
     def lines(self, inputs: Rows) -> Iterator[str]:
-        """Of several classes the probabilities in their order, between tabs."""
-        chances = self.model.probabilities(inputs).reshape(len(inputs), -1).tolist()
-        return ("\t".join(f"{chance:.6g}" for chance in row) for row in chances)
+        labels, chances = self.model.labels, self.model.probabilities(inputs)
+        if labels.are_named:
+            return labels.lines(chances, 6)
+        return (f"{chance:.6g}" for chance in chances.tolist())
 
     @property
     def example(self) -> Any:
