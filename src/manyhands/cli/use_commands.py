@@ -63,8 +63,7 @@ def predict_command(asked: _PredictOptions) -> None:
     - digits, mnist: a picture (PNG and others, with Pillow), npy array, idx file or JSON array of images; the class
       and its probability.
 
-    - logreg: examples as a table (CSV, Parquet), LIBSVM or Vowpal Wabbit; the probability of the larger
-      label; of names or several labels, the label and the probability of each.
+    - logreg: a table (CSV, Parquet), LIBSVM or Vowpal Wabbit; the probability of the larger label, or label and all.
 
     - gbdt: rows as a table (CSV, Parquet), LIBSVM or npy; the prediction, or as logreg.
 
