@@ -423,9 +423,9 @@ def test_a_recorded_shape_of_another_kind_can_be_reported(odd: Any) -> None:
 def test_weights_are_not_compared_with_a_summary_of_another_kind(run: Path, odd: Any) -> None:
     for servers in (odd, [odd], [{"shard": odd, "sha256": "ab"}], [{"shard": 0, "sha256": odd}]):
         (run / "summary.json").write_text(json.dumps({"servers": servers}))
-        assert not replay._is_same(RunDirectory.open(run, lock=False).read_summary() or {}, ["ab"])
+        assert not replay.is_same(RunDirectory.open(run, lock=False).read_summary() or {}, ["ab"])
     (run / "summary.json").write_text(json.dumps({"servers": [{"shard": 0, "sha256": "ab"}]}))
-    assert replay._is_same(RunDirectory.open(run, lock=False).read_summary() or {}, ["ab"])
+    assert replay.is_same(RunDirectory.open(run, lock=False).read_summary() or {}, ["ab"])
 
 
 @pytest.mark.parametrize(

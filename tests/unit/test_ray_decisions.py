@@ -301,7 +301,9 @@ def test_who_leads_and_who_is_which_rank() -> None:
     assert ranks == [2, 3, 8], "later workers follow the first ones"
     strategy = Strategy.parse("ps servers=2")
     assert isinstance(strategy, Ps)
-    place = ProcessPlace(rank=0, world=served.world, kind="ray", role="chief", later=served.later)
+    place = ProcessPlace(
+        rank=0, world=served.world, kind="ray", role="chief", later=served.later, has_chief=True
+    )
     found = ps_ranks(strategy, place)
     assert 3 + place.later == len(found.workers), "each has a place in the run's memory"
     assert (found.servers, found.workers[:2], len(found.workers)) == ((1, 2), (3, 4), 19)
