@@ -185,7 +185,7 @@ def test_the_commands_export_it_and_name_the_row_of_a_file_that_is_wrong(
     for place in ("run", "model.safetensors"):
         words = ("predict", place, "many.json", "--skip-bad", "--out", f"{place}.txt", *named)
         assert run_command(monkeypatch, *words) == 0
-        assert "1 bad lines of many.json were skipped" in capsys.readouterr().err
+        assert "1 bad row of many.json left out" in capsys.readouterr().err
     answers = [json.loads(line) for line in Path("run.txt").read_text().splitlines()]
     assert len(answers) == 1599
     assert Path("model.safetensors.txt").read_text() == Path("run.txt").read_text()
