@@ -168,6 +168,14 @@ def test_a_trial_leaves_optimizer_parameters_and_generators_alone() -> None:
         assert torch.equal(one, torch.ones_like(one))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="it needs a GPU")
+def test_a_trial_takes_parameters_on_several_devices() -> None:
+    """As slices of layers are, while the parameters that stay whole are still on the CPU."""
+    parameters = [nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(4, 3, device="cuda"))]
+    optimizer = optim.SGD(parameters, lr=0.1, momentum=0.9)
+    assert cannot_step(optimizer, Stepping.IN_PIECES) == ""
+
+
 def test_many_groups_cost_no_more_than_few() -> None:
     one_each = optim.AdamW([{"params": [one], "lr": 0.1} for one in parameters_of(*[(4, 3), (4,)] * 200)])
     assert len(_stand_ins(one_each)) == 4

@@ -206,7 +206,7 @@ def _tried(optimizer: Optimizer, chosen: Sequence[_StandIn], way: Stepping) -> t
 
     def now() -> Tensor:
         reals = (torch.view_as_real(one) if one.is_complex() else one for one in values)
-        return torch.cat([one.reshape(-1) for one in reals]).cpu()
+        return torch.cat([one.reshape(-1).cpu() for one in reals])  # they may be on several devices
 
     slopes, parts = drawn(), []
     for number, value in enumerate(values):
