@@ -75,7 +75,10 @@ class PartedModel(nn.Module):
         self.connect(_opened(context, 0, self.count)[1], ends)
 
     def connect(self, first: nn.Module, others: Sequence[socket.socket]) -> None:
-        self.first, self._others = first, [_OtherPart(end) for end in others]
+        self.first = first
+        self._others = [
+            _OtherPart(end, f"{self.kind.part} {rank}") for rank, end in enumerate(others, start=1)
+        ]
 
     def forward(self, *inputs: Tensor, **named: Tensor) -> Any:
         assert self.first is not None, "it is opened before it is called"
@@ -106,19 +109,19 @@ class PartedModel(nn.Module):
 class _OtherPart:
     """The first process's connection to another one."""
 
-    def __init__(self, end: socket.socket) -> None:
-        self._socket, self._stream = end, end.makefile("rb")
+    def __init__(self, end: socket.socket, name: str) -> None:
+        self._socket, self._stream, self._name = end, end.makefile("rb"), name
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         try:
             self._socket.sendall(_frame({str(place): one for place, one in enumerate(tensors)}))
         except OSError as error:
-            raise PartLost(f"another part of the model is gone: {error}") from error
+            raise PartLost(f"{self._name} of the model is gone: {error}") from error
 
     def received(self) -> bytes:
         body = received(self._stream)
         if body is None:
-            raise PartLost("another part of the model is gone")
+            raise PartLost(f"{self._name} of the model is gone")
         return body
 
 
