@@ -70,7 +70,7 @@ def coloured(browser: Any, scheme: str) -> None:
 def awaited(browser: Any, condition: Callable[[], bool], what: str) -> None:
     from selenium.webdriver.support.wait import WebDriverWait
 
-    WebDriverWait(browser, 20, poll_frequency=0.05).until(lambda _: condition(), f"waited for {what}")
+    WebDriverWait(browser, 120, poll_frequency=0.05).until(lambda _: condition(), f"waited for {what}")
 
 
 def text_of(browser: Any, key: str) -> str:

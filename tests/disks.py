@@ -20,7 +20,7 @@ def small_disk(folder: Path, num_bytes: int) -> Iterator[Path]:
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "none", str(folder)]
     try:
-        mounted = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        mounted = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     except FileNotFoundError:
         pytest.skip("the program mount is not there")
     if mounted.returncode:
@@ -29,7 +29,7 @@ def small_disk(folder: Path, num_bytes: int) -> Iterator[Path]:
         yield folder
     finally:
         # Lazily, so that a test which failed with a file open does not leave the mount behind.
-        subprocess.run(["umount", "--lazy", str(folder)], timeout=20, check=True)
+        subprocess.run(["umount", "--lazy", str(folder)], timeout=240, check=True)
 
 
 def fill(folder: Path) -> Path:

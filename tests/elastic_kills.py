@@ -13,7 +13,7 @@ from typing import Any
 
 __all__ = ["Members", "Striker"]
 
-_PATIENCE_S = 60.0
+_PATIENCE_S = 180.0
 
 
 @dataclass(frozen=True)

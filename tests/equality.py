@@ -157,7 +157,7 @@ def train_in_threads(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=240)
         assert not thread.is_alive(), f"{thread.name} hangs"
     for result in results:
         if isinstance(result, BaseException):

@@ -74,7 +74,7 @@ class Fleet:
         for process in [self.server, *self.devices.values()]:
             if process is not None:
                 process.kill()
-                process.wait(30)
+                process.wait(240)
         self._log.close()
 
     @property
@@ -119,7 +119,7 @@ class Fleet:
     def strike(self, number: int) -> None:
         """Kill a device, and start it again."""
         self.devices[number].kill()
-        self.devices[number].wait(30)
+        self.devices[number].wait(240)
         self.start_device(number)
 
     def strike_in_a_round(self, number: int, timeout_s: float) -> None:
@@ -151,7 +151,7 @@ class Fleet:
     def strike_server(self) -> None:
         assert self.server is not None
         self.server.kill()
-        self.server.wait(30)
+        self.server.wait(240)
         self.start_server("--resume")
 
     def rows(self) -> list[dict[str, Any]]:

@@ -83,7 +83,7 @@ class Strangers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            output, _ = self._process.communicate(timeout=30)
+            output, _ = self._process.communicate(timeout=240)
         finally:
             self._process.kill()
             self._process.wait()

@@ -41,7 +41,7 @@ class Hosts:
         return [sys.executable, str(_ON_HOST), self.names[host], *map(str, words)]
 
     def ip(self, host: int, *words: str) -> None:
-        subprocess.run(["ip", "-n", self.names[host], *words], check=True, timeout=10, capture_output=True)
+        subprocess.run(["ip", "-n", self.names[host], *words], check=True, timeout=240, capture_output=True)
 
     def cut(self, sender: int) -> None:
         """From now on nothing that `sender` sends arrives, and nobody is told: its frames go to no card at all."""
@@ -57,7 +57,7 @@ class Hosts:
         """Let `sender` send no faster than `rate`, with `queue` waiting before anything is dropped."""
         shape = ["root", "tbf", "rate", rate, "burst", "10kb", "limit", queue]
         command = [*self.inside(sender), "tc", "qdisc", "add", "dev", "cable", *shape]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
         if done.returncode != 0:
             pytest.skip(f"the kernel has no token bucket: {done.stderr.strip()}")
 
@@ -70,7 +70,7 @@ def two_hosts() -> Iterator[Hosts]:
     names = (f"manyhands-a-{os.getpid()}", f"manyhands-b-{os.getpid()}")
 
     def ip(*words: str) -> None:
-        done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False, timeout=10)
+        done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False, timeout=240)
         if done.returncode != 0:
             pytest.skip(
                 f"network namespaces are not permitted here: ip {' '.join(words)}: {done.stderr.strip()}"
@@ -79,7 +79,7 @@ def two_hosts() -> Iterator[Hosts]:
     with ExitStack() as stack:
         for name in names:
             ip("netns", "add", name)
-            stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False, timeout=10)
+            stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False, timeout=240)
         near, far = ["cable", "netns", names[0]], ["cable", "netns", names[1]]
         ip("link", "add", *near, "type", "veth", "peer", "name", *far)
         for number, name in enumerate(names, start=1):
@@ -153,7 +153,7 @@ class Switched:
     def plug(self, host: int, *, plugged: bool) -> None:
         """Pull the cable of a host out of the switch, or put it back; nobody is told."""
         end = ["link", "set", f"port{host}", *(["master", "switch"] if plugged else ["nomaster"])]
-        subprocess.run(["ip", "-n", self.names[-1], *end], check=True, timeout=10, capture_output=True)
+        subprocess.run(["ip", "-n", self.names[-1], *end], check=True, timeout=240, capture_output=True)
 
 
 @contextmanager
@@ -164,14 +164,14 @@ def switched_hosts(count: int) -> Iterator[Switched]:
     names = tuple(f"manyhands-{host}-{os.getpid()}" for host in [*range(count), "switch"])
 
     def ip(*words: str) -> None:
-        done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False, timeout=10)
+        done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False, timeout=240)
         if done.returncode != 0:
             pytest.skip(f"no switch can be made here: ip {' '.join(words)}: {done.stderr.strip()}")
 
     with ExitStack() as stack:
         for name in names:
             ip("netns", "add", name)
-            stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False, timeout=10)
+            stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False, timeout=240)
         ip("-n", names[-1], "link", "add", "switch", "type", "bridge")
         ip("-n", names[-1], "link", "set", "switch", "up")
         for host, name in enumerate(names[:-1]):

@@ -37,7 +37,7 @@ __all__ = [
     "read_end",
 ]
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 TOKEN = b"the secret of this run, 32 bytes"
 
 

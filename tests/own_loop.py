@@ -54,7 +54,7 @@ def on_workers(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=240)
         assert not thread.is_alive(), f"{thread.name} hangs"
     if not errors:
         for result in results:

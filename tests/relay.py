@@ -8,7 +8,7 @@ import threading
 
 __all__ = ["Relay"]
 
-_PATIENCE_S = 20.0
+_PATIENCE_S = 60.0
 
 
 class Relay:

@@ -46,7 +46,7 @@ class RoleProcess:
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
-        self.process.wait(20)
+        self.process.wait(240)
 
     def ended(self, within_s: float = PATIENCE_S) -> int:
         """The exit status."""

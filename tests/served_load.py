@@ -26,7 +26,7 @@ def asked(server: ModelServer, values: list[Any], connection: http.client.HTTPCo
 
 
 def connected(server: ModelServer) -> http.client.HTTPConnection:
-    return http.client.HTTPConnection(server.address.removeprefix("http://"), timeout=60)
+    return http.client.HTTPConnection(server.address.removeprefix("http://"), timeout=240)
 
 
 def under_load(
@@ -52,7 +52,7 @@ def under_load(
             connection.close()
 
     def until(holds: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while not holds():
             assert time.monotonic() < deadline, f"{what}, after {len(given)} answers"
             assert not failures, failures

@@ -112,7 +112,7 @@ def in_threads(world: int, act: Callable[[int], Result]) -> list[Result]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=240)
         assert not thread.is_alive(), f"{thread.name} hangs"
     for outcome in outcomes:
         if isinstance(outcome, BaseException):

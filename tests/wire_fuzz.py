@@ -462,7 +462,7 @@ def live(seed: int, first: int, count: int) -> None:
 
 
 def _await_servers(out: Path, events: Callable[[Path], list[dict[str, Any]]]) -> list[int]:
-    deadline_s = time.monotonic() + 120
+    deadline_s = time.monotonic() + 180
     while not (out / "metrics.jsonl").exists():
         assert time.monotonic() < deadline_s, "the run did not begin"
         time.sleep(0.05)

@@ -22,7 +22,6 @@ from manyhands.interop.c10d.point_to_point import PointToPoint
 from manyhands.interop.c10d.shared_stage import CollectiveStage, StageReason, create_segment
 from manyhands.interop.c10d.works import Conductor, PendingWork
 
-pytestmark = pytest.mark.timeout(60)
 TIMEOUT_S = 20.0
 
 

@@ -75,7 +75,7 @@ class Party:
         )
 
     def until(self, done: Callable[[], Any]) -> None:
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + 180
         while not done():
             assert time.monotonic() < deadline, self.events
             time.sleep(0.005)

@@ -25,8 +25,6 @@ from manyhands.strategies.allreduce.strategy import AllReduce
 from manyhands.transport.security import Security
 from manyhands.wire.parcels import Parcel
 
-pytestmark = pytest.mark.timeout(60)
-
 TOKEN = b"the secret of this run, 32 bytes"
 TIMEOUT_S = 20.0
 

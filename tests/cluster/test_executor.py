@@ -77,7 +77,7 @@ def in_threads(algorithm: Algorithm, links: list[dict[int, SharedLink]], work: W
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=240)
         assert not thread.is_alive(), "a rank hangs"
     for result in results:
         if isinstance(result, BaseException):

@@ -275,7 +275,7 @@ def test_lazy_adam_leaves_the_rows_alone_that_a_batch_does_not_name() -> None:
 
 def test_steps_between_reading_and_writing_are_counted() -> None:
     """Both workers have read before either writes: the second to write has the other's step in between."""
-    both = threading.Barrier(2, timeout=30)
+    both = threading.Barrier(2, timeout=240)
     task = table_task(LAZY["sgd"], torch.arange(4).view(2, 2), batch_size=1)
 
     def loss(model: nn.Module, batch: Any) -> Tensor:

@@ -58,8 +58,6 @@ from manyhands.transport.hub.hub_events import (
 )
 from manyhands.transport.messages import ProtocolError
 
-pytestmark = pytest.mark.timeout(30)
-
 
 @pytest.fixture
 def party() -> Iterator[Party]:

@@ -17,8 +17,6 @@ from manyhands.transport.security import Security
 
 __all__ = ["two_hosts"]
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture
 def party() -> Iterator[Party]:

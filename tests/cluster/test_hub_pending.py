@@ -26,8 +26,6 @@ from manyhands.transport.hub.handshake import CONTROL, NO_PROOF, Credentials, Ha
 from manyhands.transport.hub.hub_events import Arrived, Joined, Lost, Rejected, Settings
 from manyhands.transport.security import Security
 
-pytestmark = pytest.mark.timeout(60)
-
 MEMBER = Credentials(member=2, role="worker", token=TOKEN, fingerprint="task")
 both = pytest.mark.parametrize("how", ["unix", "tcp"])
 

@@ -25,7 +25,6 @@ from manyhands.transport.hub.hub_events import Arrived, Joined, Lost, Rejected, 
 from manyhands.transport.security import Security
 from relay import Relay
 
-pytestmark = pytest.mark.timeout(60)
 SECURE = Settings(security=run_security())
 
 

@@ -33,7 +33,7 @@ def reach(store: Any, rank: int) -> Any:
 
 def both(store: Any) -> list[Any]:
     with ThreadPoolExecutor(2) as threads:
-        return [one.result(30) for one in [threads.submit(reach, store, rank) for rank in range(2)]]
+        return [one.result(240) for one in [threads.submit(reach, store, rank) for rank in range(2)]]
 
 
 def test_with_certificates_what_they_send_is_under_tls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,6 @@ from manyhands.observe.record.recorded import read_run_events
 from manyhands.places.external.process_place import ProcessPlace
 from own_loop import mlp, on_workers, regression, shuffled
 
-pytestmark = pytest.mark.timeout(60)
-
 HOUR_NS = 3_600 * 10**9
 
 

@@ -105,7 +105,6 @@ def test_another_metric_makes_another_schedule() -> None:
     assert distance(run.model.state_dict(), plain_loop(worst)[0]) < 1e-9
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore:hogwild on a dense model")
 @pytest.mark.parametrize(("strategy", "workers"), [("single", 1), ("hogwild order=turns", 2)])
 def test_a_resumed_run_goes_on_with_the_schedule(strategy: str, workers: int, tmp_path: Path) -> None:

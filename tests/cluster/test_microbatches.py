@@ -137,7 +137,6 @@ def test_what_is_sent_is_sent_once_a_step(way: str) -> None:
     assert traffic(in_pieces(4)) == traffic(TASK)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("strategy", ["ps servers=2", "allreduce algorithm=ring"])
 def test_in_processes_it_is_the_same(strategy: str) -> None:
     run = mh.fit(in_pieces(3), strategy, workers=2, steps=STEPS)

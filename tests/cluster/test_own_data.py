@@ -132,7 +132,6 @@ def test_workers_draw_by_chance_apart_and_again_the_same() -> None:
     assert drawn(0, [3, 1, 2]) == [zero[3], zero[1], zero[2]], "begins late, and goes back"
 
 
-@pytest.mark.timeout(120)
 def test_weights_are_those_of_a_loop_that_has_all_files_also_after_a_resume(tmp_path: Path) -> None:
     write_files(tmp_path)
     described = task(mh.Files(f"{tmp_path}/*.txt", read=numbers), evaluation=torch.ones(4, 1).double())

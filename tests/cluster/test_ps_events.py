@@ -16,8 +16,6 @@ from manyhands.strategies.ps.live.reports import ShardsLeft
 from manyhands.transport.link.wire import Wire
 from threaded_ps import ThreadedRun, job_for
 
-pytestmark = pytest.mark.timeout(60)
-
 STEPS, WORKERS, SERVERS = 12, 2, 2
 
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from equality import OPTIMIZERS, STEPS, TWICE, distance, make_task, same_bits, train_plainly
 from threaded_ps import ThreadedRun, job_for
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @cache
 def plain(optimizer: str, steps: int) -> dict[str, Tensor]:

@@ -19,8 +19,6 @@ from manyhands.strategies.ps.ps_messages import Push, Read
 from manyhands.transport.hub.hub import Hub
 from threaded_ps import ThreadedRun, job_for
 
-pytestmark = pytest.mark.timeout(120)
-
 STEPS = 24
 
 
@@ -41,7 +39,7 @@ class Gate:
             self._left -= 1
             if self._left < 0:
                 self.stands.set()
-                assert self.opened.wait(60)
+                assert self.opened.wait(240)
         return plain_loss(model, batch)
 
 
@@ -61,7 +59,7 @@ def test_a_zombie_is_fenced_and_the_run_goes_on(
         run.start_workers()
         run.await_joined(4)
         run.publish(1, (1, 2), backups)
-        assert gate.stands.wait(60)
+        assert gate.stands.wait(240)
         run.start_worker(1, 5)
         run.await_joined(5)
         run.publish(2, (1, 2), backups, deaf=(4,))
@@ -85,7 +83,7 @@ def test_who_was_fenced_takes_the_next_place_and_harms_nothing_that_it_left_behi
         run.start_workers()
         run.await_joined(4)
         run.publish(1, (1, 2))
-        assert gate.stands.wait(60)  # slot 0 stands; what slot 1 pushed for this step is held by both shards
+        assert gate.stands.wait(240)  # slot 0 stands; what slot 1 pushed for this step is held by both shards
         run.start_worker(1, 5)
         run.publish(2, (1, 2))  # member 4 is fenced by this
         run.await_said(1, PlaceLost)
@@ -112,7 +110,7 @@ def test_what_a_primary_took_before_it_heard_of_a_successor_reaches_its_backup(
         run.start_workers()
         run.await_joined(4)
         run.publish(1, (1, 2), (2, 1))
-        assert gate.stands.wait(60)
+        assert gate.stands.wait(240)
         run.hold(1, 5)
         run.publish(2, (1, 2), (2, 1), deaf=(1, 4))  # server 1 leads shard 0, and server 2 is its backup
         time.sleep(0.5)  # server 2 hears it
@@ -142,7 +140,7 @@ class Stop:
                 self._left -= 1
                 if self._left == 0:
                     self.stands.set()
-                    assert self.opened.wait(60)
+                    assert self.opened.wait(240)
             return taken
 
         monkeypatch.setattr(Hub, "send", stopping)
@@ -166,7 +164,7 @@ def test_an_update_that_some_shards_lack_counts_at_none(
         run.start_workers()
         run.await_joined(4)
         run.publish(1, (1, 2))
-        assert stop.stands.wait(60)
+        assert stop.stands.wait(240)
         run.start_worker(1, 5)
         run.await_joined(5)
         run.publish(2, (1, 2), deaf=(4,))

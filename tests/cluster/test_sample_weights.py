@@ -75,7 +75,6 @@ def test_the_weights_of_the_plain_loop(way: str, world: int, microbatches: int) 
     assert distance(expected, plain_loop(torch.ones(26, dtype=torch.float64))[0]) > 1e-3, "they matter"
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore:hogwild on a dense model")
 @pytest.mark.parametrize(
     ("strategy", "workers", "microbatches"),

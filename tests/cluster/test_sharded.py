@@ -22,8 +22,6 @@ from manyhands.errors import NonFinite, UserError
 from manyhands.workloads.tasks.language import Transformer, next_byte_loss
 from shards import train_sharded, weights_of, with_shards
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture(autouse=True)
 def one_thread_each() -> None:

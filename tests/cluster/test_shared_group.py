@@ -47,7 +47,7 @@ def ranks(world: int, *, first_operation: int = 1, timeout_s: float = 20.0) -> I
 def together(groups: list[SharedGroup], act: Callable[[SharedGroup], Result]) -> list[Result]:
     """Run `act` for every rank at once, each in its own thread."""
     with ThreadPoolExecutor(len(groups)) as pool:
-        return [future.result(60) for future in [pool.submit(act, group) for group in groups]]
+        return [future.result(240) for future in [pool.submit(act, group) for group in groups]]
 
 
 def outcome(act: Callable[[], object]) -> Exception | None:
@@ -65,7 +65,7 @@ def allocate(groups: list[SharedGroup], num_bytes: int) -> None:
 def until_asleep(group: SharedGroup, rank: int, phase: int = shared_group.ARRIVED) -> None:
     """Wait until someone sleeps on the word of `rank`."""
     sleepers = group._control.array(shared_group.word_offset(rank, phase), 2, np.uint32)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 180
     while sleepers[1] == 0:
         assert time.monotonic() < deadline, "nobody fell asleep"
         os.sched_yield()
@@ -206,7 +206,7 @@ def test_waiting_is_charged_to_the_rank_that_was_late() -> None:
         groups[2].launch(buckets[2])
         groups[1].poll()
         groups[2].poll()
-        waiter.result(20)
+        waiter.result(240)
         stats = groups[0].take_stats()
         assert stats.waiting_ns[2] > lateness_s * 1e9
         assert stats.waiting_ns[0] == 0
@@ -232,7 +232,7 @@ def test_abort_wakes_sleepers_and_says_who_failed_first(blamed: int | None) -> N
         began = time.monotonic()
         groups[2].abort(blamed)
         groups[2].abort(0)  # too late: the first to be blamed stays blamed
-        errors = [waiter.result(20) for waiter in waiters]
+        errors = [waiter.result(240) for waiter in waiters]
         assert time.monotonic() - began < 5
         for error in errors:
             assert isinstance(error, Aborted)
@@ -250,7 +250,7 @@ def test_the_parent_can_abort() -> None:
             waiter = pool.submit(outcome, group.barrier)
             until_asleep(group, rank=0)
             files.abort(0)
-            error = waiter.result(20)
+            error = waiter.result(240)
         assert isinstance(error, Aborted)
         assert "rank 0 failed first" in str(error)
 
@@ -396,7 +396,7 @@ def test_a_wait_shows_the_number_that_the_launcher_knows_a_rank_by() -> None:
         seen = []
 
         def look() -> None:
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 180
             while not seen and time.monotonic() < deadline:
                 if sign[1]:
                     seen.append(int(sign[1]) - 1)
@@ -406,5 +406,5 @@ def test_a_wait_shows_the_number_that_the_launcher_knows_a_rank_by() -> None:
             looking = pool.submit(look)
             with pytest.raises(PeerTimeout, match=r"rank 7 waited .* for rank 9 to arrive") as raised:
                 group.barrier()
-            looking.result(30)
+            looking.result(240)
         assert seen == [raised.value.peer] == [9]

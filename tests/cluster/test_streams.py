@@ -124,7 +124,6 @@ def test_the_weights_are_those_of_the_plain_loop(way: str, world: int) -> None:
     assert max(distance(weights, plain_loop()) for weights in found) < 1e-9
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore:hogwild on a dense model")
 @pytest.mark.parametrize(
     ("strategy", "workers"), [("single", 1), ("mirrored", 2), ("hogwild order=turns", 2)]

@@ -13,7 +13,7 @@ from pathlib import Path
 import warm
 
 TESTS = Path(__file__).parent.parent
-PATIENCE_S = 110.0
+PATIENCE_S = 280.0
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def started(
     finally:
         for process in processes:
             process.kill()
-            process.communicate(timeout=20)
+            process.communicate(timeout=240)
 
 
 def run_checks(module: str, world: int, folder: Path, *, compiler: bool = False) -> list[dict[str, str]]:

@@ -118,7 +118,7 @@ def main() -> None:
     finally:
         for process in processes:
             process.kill()
-            process.wait(20)
+            process.wait(240)
     if any(statuses):
         sys.exit(f"the workers ended with {statuses}")
 

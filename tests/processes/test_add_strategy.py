@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import manyhands
 
 SOURCE = Path(manyhands.__file__).parent
@@ -34,7 +32,6 @@ def with_line(text: str, after: str, line: str) -> str:
     return text.replace(after, f"{after}\n    {line}")
 
 
-@pytest.mark.timeout(300)
 def test_a_folder_a_line_and_a_row_add_a_strategy(tmp_path: Path) -> None:
     value, training, line, row = recipe()
     package, strategies = tmp_path / "manyhands", tmp_path / "manyhands/strategies"

@@ -11,8 +11,6 @@ import manyhands as mh
 from commands import run_command
 from manyhands.data.store.rundir import RunDirectory
 
-pytestmark = pytest.mark.timeout(180)
-
 
 def make_task(dtype: torch.dtype = torch.float32) -> mh.Task:
     x = torch.randn(64, 32, dtype=dtype, generator=torch.Generator().manual_seed(1))

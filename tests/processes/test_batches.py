@@ -29,8 +29,6 @@ __all__ = ["nothing_stays_open"]  # for every test here, too
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def parents(_: RoleContext) -> dict[str, int]:
     return {"parent": os.getppid(), "session": os.getsid(0), "own": os.getpid()}
@@ -58,7 +56,7 @@ def between() -> int:
 def ended(children: Children, count: int) -> dict[int, int]:
     """The status of each of so many that end."""
     statuses: dict[int, int] = {}
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 180
     while len(statuses) < count:
         assert time.monotonic() < deadline
         for event in children.wait(0.1):
@@ -74,7 +72,7 @@ def test_all_of_a_batch_are_children_of_the_launcher_and_lead_sessions(job: int)
             pids = [children.start(rank, role, job) for rank, role in enumerate(ROLES)]
             assert len(set(pids)) == 3
             assert between() not in pids
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 180
         while len(report) < 3:
             assert time.monotonic() < deadline
             report += [

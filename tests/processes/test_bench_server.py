@@ -27,7 +27,6 @@ def result() -> dict[str, Any]:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(180)
 def test_every_contender_that_is_there_is_checked_and_measured(result: dict[str, Any]) -> None:
     assert json.loads(json.dumps(result)) == result
     names = [*OURS, *(["ray actor", "ray actor, by hand in place"] if HAS_RAY else []), "torch rpc"]
@@ -43,7 +42,6 @@ def test_every_contender_that_is_there_is_checked_and_measured(result: dict[str,
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(180)
 def test_ray_is_the_measure_where_it_is_there(result: dict[str, Any]) -> None:
     if not HAS_RAY:
         pytest.skip("ray is not installed: pip install 'manyhands[ray]'")
@@ -55,7 +53,6 @@ def test_ray_is_the_measure_where_it_is_there(result: dict[str, Any]) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(180)
 def test_a_server_keeps_no_more_than_two_gradients_per_worker(result: dict[str, Any]) -> None:
     rows = result["memory"]
     assert [(row["link"], row["workers"]) for row in rows] == [
@@ -75,7 +72,6 @@ def test_a_server_keeps_no_more_than_two_gradients_per_worker(result: dict[str, 
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(180)
 def test_the_table_names_all_that_ran(result: dict[str, Any]) -> None:
     table = format_table(result)
     assert f"on {result['cores']} cores" in table

@@ -24,8 +24,6 @@ from manyhands.workloads.gbdt.text_format import read_model, render_model
 from manyhands.workloads.gbdt.training import TableChoice, train_gbdt
 from watched import watched
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def saved_table(folder: Path, rows: int = 900) -> Path:
     """An npy file: the label in column 0, some values missing."""
@@ -207,14 +205,14 @@ def test_an_interrupted_run_keeps_its_trees_and_goes_on(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
     )
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 180
     try:
         while not (out / "metrics.jsonl").exists():
             assert process.poll() is None, "ended before it was interrupted"
             assert time.monotonic() < deadline
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        error = process.communicate(timeout=60)[1].decode()
+        error = process.communicate(timeout=240)[1].decode()
     finally:
         process.kill()
         process.wait()

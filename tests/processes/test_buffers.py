@@ -21,7 +21,6 @@ from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy
 
 pytestmark = [
-    pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore:hogwild on a dense model"),
 ]
 

@@ -10,7 +10,6 @@ import torch
 from processes.c10d_launch import run_checks
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
 def test_cuda_tensors_go_to_nccl(tmp_path: Path) -> None:
     (outcome,) = run_checks("c10d_cuda", 1, tmp_path)

@@ -8,7 +8,6 @@ from processes import c10d_programs
 from processes.c10d_launch import run_checks
 from processes.c10d_worker import checks_of
 
-pytestmark = pytest.mark.timeout(150)
 CHECKS = [*checks_of(c10d_programs), "descriptors"]
 
 

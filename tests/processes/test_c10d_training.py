@@ -8,7 +8,7 @@ from processes import c10d_training
 from processes.c10d_launch import run_checks
 from processes.c10d_worker import checks_of
 
-pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("compiler_imported")]
+pytestmark = pytest.mark.usefixtures("compiler_imported")
 CHECKS = [*checks_of(c10d_training), "descriptors"]
 
 

@@ -16,7 +16,6 @@ from manyhands.engine.run import Run
 from manyhands.errors import Aborted
 
 pytestmark = [
-    pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:hogwild on a dense model"),
 ]
 
@@ -157,7 +156,7 @@ def test_whoever_started_a_run_in_the_background_may_stop_it(strategy: str, work
 
     options = mh.Options(callbacks=[Begun()])
     with mh.start(task(), strategy, workers=workers, steps=MANY, options=options) as running:
-        assert begun.wait(60)
+        assert begun.wait(240)
         running.stop()
         run = running.result()
     assert run.summary["stopped_early"]

@@ -11,8 +11,6 @@ import manyhands as mh
 from equality import OPTIMIZERS, distance, make_task, train_plainly
 from manyhands.errors import UserError
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.mark.parametrize(
     ("strategy", "workers", "optimizer"),

@@ -12,8 +12,6 @@ import manyhands as mh
 from equality import OPTIMIZERS, distance, make_task, train_plainly
 from manyhands.strategies.ps.audit import Verdict, audit_run
 
-pytestmark = pytest.mark.timeout(240)
-
 CHAINS = {
     "adamw": [
         ("mirrored", 2),

@@ -18,8 +18,6 @@ import pytest
 import warm
 from commands import run_command
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def test_train_writes_the_summary_and_prints_table_and_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -166,7 +164,7 @@ def interrupted(
             assert process.poll() is None, process.communicate()
             time.sleep(0.02)
         process.send_signal(number)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=240)
     finally:
         process.kill()
         process.wait()
@@ -191,7 +189,6 @@ def interrupted(
         ),
     ],
 )
-@pytest.mark.timeout(500)
 def test_a_signal_stops_all_workers_and_says_what_is_kept_and_the_command_to_go_on(
     strategy: str, number: signal.Signals, tmp_path: Path
 ) -> None:

@@ -18,8 +18,6 @@ from manyhands.observe.record.recorded import read_run_events
 from manyhands.strategies.ps.replay import replay
 from manyhands.transport.link.wire import codec_of
 
-pytestmark = pytest.mark.timeout(120)
-
 STEPS = 6
 WORLD = 2
 LINE = 16  # items of float32: every parameter begins at one of its own

@@ -27,8 +27,6 @@ from manyhands.observe.record.recorded import read_run_events
 from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy
 
-pytestmark = pytest.mark.timeout(300)
-
 STEPS = 12
 
 

@@ -23,7 +23,6 @@ STRATEGY = "epochs=1 batch=32"
 OPTIONS = ("--min-reports", "3", "--deadline", "10", "--select", "3", "--hold", "1", "--linger", "10")
 
 
-@pytest.mark.timeout(120)
 def test_every_device_and_the_server_are_killed_and_every_round_counts_once(tmp_path: Path) -> None:
     rounds, killed = 4, ((0, 1), (2, 3), (4,))
     with Fleet(tmp_path, STRATEGY, devices=5, rounds=rounds, options=OPTIONS) as fleet:
@@ -54,7 +53,6 @@ def test_every_device_and_the_server_are_killed_and_every_round_counts_once(tmp_
                 assert torch.equal(tensor, final[name]), f"device {number} has not the last model"
 
 
-@pytest.mark.timeout(200)
 def test_control_variates_are_consistent_after_kills_of_devices_and_server(tmp_path: Path) -> None:
     """The server's is the mean of the devices' own, by their samples: no change is lost, and none is there twice."""
     rounds, options = 4, ("--min-reports", "3", *OPTIONS[2:])
@@ -82,7 +80,6 @@ def test_control_variates_are_consistent_after_kills_of_devices_and_server(tmp_p
             assert float(mean.abs().max()) > 1e-4
 
 
-@pytest.mark.timeout(200)
 def test_epsilon_counts_every_round_that_was_told_whatever_is_killed(tmp_path: Path) -> None:
     """Asked and spent by dp-accounting's own count; rounds that the killed server had not told are not in it."""
     rounds, options = 4, ("--min-reports", "3", *OPTIONS[2:])
@@ -101,7 +98,6 @@ def test_epsilon_counts_every_round_that_was_told_whatever_is_killed(tmp_path: P
     assert 0.98 * 8 < privacy["epsilon"] <= 8
 
 
-@pytest.mark.timeout(60)
 def test_a_server_that_is_not_known_gets_nothing(tmp_path: Path) -> None:
     with Fleet(tmp_path, STRATEGY, devices=1, rounds=1000, options=OPTIONS[2:]) as fleet:
         foreign_row = HttpsClient(

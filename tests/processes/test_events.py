@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 import warm
 from manyhands.observe.analyse.collect import Collector
@@ -101,7 +100,6 @@ def freeze(process: subprocess.Popen[str]) -> None:
     assert os.WIFSTOPPED(status), "the writer died"
 
 
-@pytest.mark.timeout(60)
 def test_reader_never_sees_half_a_record_and_accounts_for_every_one() -> None:
     capacity = 1 << 14
     account = Account()
@@ -120,7 +118,7 @@ def test_reader_never_sees_half_a_record_and_accounts_for_every_one() -> None:
             looked_at += len(look)
             for records in drained:
                 account.take(records)
-        total = int(process.communicate(timeout=30)[0])
+        total = int(process.communicate(timeout=240)[0])
         account.take(ring.drain())
         written, dropped = ring.written, ring.dropped
         assert len(ring.drain()) == 0
@@ -132,19 +130,18 @@ def test_reader_never_sees_half_a_record_and_accounts_for_every_one() -> None:
     assert rounds > 5
 
 
-@pytest.mark.timeout(60)
 def test_events_of_a_killed_writer_are_all_there(tmp_path: Path) -> None:
     with (
         EventRing.create(role=0, capacity=1 << 12) as ring,
         Collector({"worker-0": ring}, directory=tmp_path, interval_s=0.001) as collector,
         writer(ring) as process,
     ):
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 180
         while ring.written < 20_000:
             assert time.monotonic() < deadline, "nothing is written or nothing is read"
             os.sched_yield()
         process.send_signal(signal.SIGKILL)
-        assert process.wait(30) == -signal.SIGKILL
+        assert process.wait(240) == -signal.SIGKILL
         black_box = ring.last(100)
         collector.close()
         summary = collector.summary()

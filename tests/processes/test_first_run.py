@@ -7,10 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-pytestmark = pytest.mark.timeout(300)
-
 _COMPILED_HERE = """
 import sys
 from numba.core import event

@@ -22,8 +22,6 @@ from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import NonFinite, UserError, WorkerFailed
 from manyhands.native.threads import choose_functions
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.mark.parametrize(
     ("strategy", "workers", "optimizer"),
@@ -127,7 +125,7 @@ def test_closures_of_a_scripts_main_reach_the_workers(tmp_path: Path) -> None:
         )
     )
     done = warm.run(
-        [sys.executable, script], trains=True, capture_output=True, text=True, timeout=90, check=False
+        [sys.executable, script], trains=True, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.stdout.strip() == "trained", done.stderr
 
@@ -185,10 +183,10 @@ def test_a_run_killed_in_the_middle_resumes_to_the_same_weights(tmp_path: Path) 
         "5",
     ]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    warm.run([*command, "--out", whole], check=True, timeout=200, capture_output=True)
+    warm.run([*command, "--out", whole], check=True, timeout=240, capture_output=True)
     process = warm.Popen([*command, "--out", parts], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while len(list((parts / "checkpoints").glob("step-*[0-9]"))) < 2:
             assert time.monotonic() < deadline, "no checkpoint was written"
             assert process.poll() is None, "the run ended before it could be killed"
@@ -196,7 +194,7 @@ def test_a_run_killed_in_the_middle_resumes_to_the_same_weights(tmp_path: Path) 
     finally:
         process.kill()
         process.wait()
-    warm.run([*command, "--out", parts, "--resume"], check=True, timeout=200, capture_output=True)
+    warm.run([*command, "--out", parts, "--resume"], check=True, timeout=240, capture_output=True)
     assert same_bits(weights_of(whole), weights_of(parts))
     for path in (whole, parts):
         shutil.rmtree(path)

@@ -21,9 +21,6 @@ from manyhands.engine.profiler import ProfiledSteps, StepProfiler
 from manyhands.errors import UserError
 from three_classes import accuracy, loss, network, samples, task
 
-pytestmark = pytest.mark.timeout(300)
-
-
 STEPS = 20
 
 

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from manyhands.engine.background_run import start
 from manyhands.engine.options import Options, Slowdown
 from manyhands.observe.analyse.follow import RunFollower
@@ -14,7 +12,6 @@ from manyhands.workloads.tasks import TASKS
 POLL_S = 0.2
 
 
-@pytest.mark.timeout(120)
 def test_the_last_view_of_a_run_equals_its_summary_and_all_name_the_straggler(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()

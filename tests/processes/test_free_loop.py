@@ -17,7 +17,7 @@ import warm
 from equality import distance
 from manyhands.strategies.ps.audit import Verdict, audit_run
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("compiler_imported")]
+pytestmark = pytest.mark.usefixtures("compiler_imported")
 
 BIN = Path(sys.executable).parent
 SCRIPT = Path(__file__).with_name("free_loop_script.py")
@@ -147,7 +147,7 @@ def test_roles_of_a_cluster_specification_serve_and_train(
         processes.append(warm.Popen(command, **started, env={**env, "TF_CONFIG": role}))
     for process in processes:
         with process:
-            _, said = process.communicate(timeout=100)
+            _, said = process.communicate(timeout=240)
         assert process.returncode == 0, said
     require_equal(folder, alone["all"], 2)
 

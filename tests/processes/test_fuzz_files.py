@@ -12,8 +12,6 @@ import pytest
 import warm
 from file_readers import READERS
 
-pytestmark = pytest.mark.timeout(300)
-
 TESTS = Path(__file__).resolve().parent.parent
 
 
@@ -76,7 +74,7 @@ sys.exit(fuzz_files.work("broken", 0, range(20), Path(tempfile.mkdtemp(dir=sys.a
     with tempfile.TemporaryDirectory() as place:
         started: Callable[..., Any] = subprocess.run if "outside" in does else warm.run  # numba is told early
         done = started(
-            [sys.executable, "-c", script, place], capture_output=True, text=True, timeout=120, cwd=TESTS
+            [sys.executable, "-c", script, place], capture_output=True, text=True, timeout=240, cwd=TESTS
         )
     assert done.returncode != 0
     assert report in done.stdout + done.stderr

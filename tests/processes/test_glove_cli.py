@@ -22,7 +22,6 @@ from manyhands.workloads.glove.vector_files import Vectors
 from manyhands.workloads.glove.vocabulary import Vocabulary
 from watched import watched
 
-pytestmark = pytest.mark.timeout(300)
 RUN = ["checkpoints", "config.json", "events", "metrics.jsonl", "report.html", "run.lock", "summary.json"]
 """What every run leaves in its directory."""
 

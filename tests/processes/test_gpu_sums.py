@@ -22,7 +22,6 @@ from manyhands.errors import WorkerFailed
 from placed_script import STEPS, digest, options, task
 from processes.test_placed import run_ranks
 
-pytestmark = pytest.mark.timeout(300)
 SCRIPT = Path(gpu_sums_script.__file__)
 
 

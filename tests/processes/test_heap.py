@@ -30,7 +30,7 @@ print(min(use_and_free() for _ in range(3)))
 
 def faults_per_round(mode: str) -> int:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, mode], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", PROGRAM, mode], capture_output=True, text=True, timeout=240, check=True
     )
     return int(done.stdout)
 

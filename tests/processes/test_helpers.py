@@ -19,8 +19,6 @@ from manyhands.observe.record.events import EventKind
 from manyhands.observe.record.recorded import read_run_events
 from manyhands.strategies.common.collectives.collective import gradient_layouts
 
-pytestmark = pytest.mark.timeout(180)
-
 STRATEGY, WORKERS, STEPS = "allreduce helpers=1", 2, 8
 
 

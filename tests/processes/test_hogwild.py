@@ -16,8 +16,6 @@ import manyhands as mh
 from equality import OPTIMIZERS, make_task, same_bits
 from manyhands.errors import UserError, WorkerFailed
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:

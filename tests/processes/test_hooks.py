@@ -12,8 +12,6 @@ import warm
 from manyhands.errors import UserError
 from manyhands.interop import hooks
 
-pytestmark = pytest.mark.timeout(120)
-
 SCRIPT = """
 import sys
 import torch
@@ -87,7 +85,7 @@ def test_buckets_are_exchanged_as_the_codec_says(tmp_path: Path) -> None:
         for command in commands
     ]
     try:
-        said = [worker.communicate(timeout=100)[0] for worker in workers]
+        said = [worker.communicate(timeout=240)[0] for worker in workers]
     finally:
         for worker in workers:
             worker.kill()

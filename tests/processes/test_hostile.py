@@ -23,8 +23,6 @@ from hostile import Strangers, listening_ports
 from manyhands.cli.main import app
 from manyhands.observe.draw.page import write_report
 
-pytestmark = pytest.mark.timeout(240)
-
 STEPS = 80
 HELD = 300
 

@@ -19,7 +19,6 @@ from hosts import Hosts, two_hosts
 
 __all__ = ["two_hosts"]
 
-pytestmark = pytest.mark.timeout(300)
 
 SCRIPT = Path(__file__).with_name("join_script.py")
 PATIENCE_S = 170.0  # to start; how long it takes to be named is measured apart
@@ -70,7 +69,7 @@ def working(hosts: Hosts, ranks_of: Sequence[int], *arguments: object) -> Iterat
     finally:
         for worker in workers:
             worker.process.kill()
-            worker.process.wait(timeout=10)
+            worker.process.wait(timeout=240)
             assert worker.process.stdout is not None
             worker.process.stdout.close()
 
@@ -108,7 +107,7 @@ def test_a_silent_partition_is_named_with_host_and_rank_within_seconds_on_both_s
             assert "(10.231.77.2) fell silent: neither a heartbeat nor data from it for" in near.said
         assert "(10.231.77.1) fell silent" in workers[2].said
         for worker in workers:
-            assert worker.process.wait(timeout=60) == 1, worker.said  # leaving torch takes its time, too
+            assert worker.process.wait(timeout=240) == 1, worker.said  # leaving torch takes its time, too
 
 
 @pytest.mark.soak
@@ -143,7 +142,7 @@ def test_a_starved_link_is_slow_and_not_dead_until_it_is_cut_in_one_direction(tw
         assert "(10.231.77.1) fell silent" in second.said
         assert "no longer receives anything from rank 0, but still sends to it" in first.said
         for worker in (first, second):
-            assert worker.process.wait(timeout=60) == 1, worker.said  # leaving torch takes its time, too
+            assert worker.process.wait(timeout=240) == 1, worker.said  # leaving torch takes its time, too
 
 
 @pytest.mark.soak

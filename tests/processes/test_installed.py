@@ -26,8 +26,6 @@ import warm
 from manyhands.cli.main import COMMANDS
 from manyhands.native.version import __version__
 
-pytestmark = pytest.mark.timeout(300)
-
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 

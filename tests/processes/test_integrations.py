@@ -16,7 +16,6 @@ from processes.c10d_launch import TESTS
 from processes.c10d_worker import checks_of
 from unit.test_docs import SCRIPTS
 
-pytestmark = pytest.mark.timeout(400)
 DOCS = Path(__file__).parent.parent.parent / "docs"
 WORLD = 2
 PATIENCE_S = 360.0

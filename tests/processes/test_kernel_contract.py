@@ -27,8 +27,6 @@ from manyhands.workloads.glove.cooccurrence_files import RECORD
 from manyhands.workloads.glove.glove_task import GloveTask, RecordStep, TensorStep
 from manyhands.workloads.glove.options import GloveOptions
 
-pytestmark = pytest.mark.timeout(300)
-
 SIZE = 120
 ROWS = {"single": 1, "hogwild": 2, "hogwild hands=processes": 2, "mirrored": 2, "allreduce": 2, "tensor": 2}
 """Each strategy that has a training for compiled steps, with its workers."""

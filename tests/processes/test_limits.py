@@ -14,7 +14,7 @@ def test_a_command_that_meets_a_limit_names_it(tmp_path: Path, limit: str, fix: 
     command = (
         f"ulimit {limit}; exec {sys.executable} -m manyhands train line --workers 2 --steps 20 --out run"
     )
-    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     said = [line for line in done.stderr.splitlines() if line.startswith("manyhands: ")]
     assert (done.returncode, said[-1].endswith(f"raise the limit: {fix}")) == (2, True), done.stderr
     assert "Traceback" not in done.stderr

@@ -27,7 +27,7 @@ from manyhands.errors import Hang, ManyhandsError, WorkerFailed
 from manyhands.places.local.loaders import Loaders
 from manyhands.strategies.registry import STRATEGIES
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore:hogwild on a dense model")]
+pytestmark = pytest.mark.filterwarnings("ignore:hogwild on a dense model")
 
 STEPS, SAMPLES, BATCH = 5, 14, 6
 """Of 6, 6 and 2 samples: an epoch ends within a run."""

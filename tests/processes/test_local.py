@@ -14,8 +14,6 @@ from manyhands.data.store.rundir import RunDirectory
 from manyhands.workloads.tasks import build
 from watched import watched
 
-pytestmark = pytest.mark.timeout(180)
-
 
 def test_a_run_resumed_by_command_ends_like_an_uninterrupted_one_and_can_be_watched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -23,7 +23,7 @@ from manyhands.observe.record.recorded import read_run_events
 
 __all__ = ["two_hosts"]
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("compiler_imported")]
+pytestmark = pytest.mark.usefixtures("compiler_imported")
 
 BIN = Path(sys.executable).parent
 SCRIPT = Path(__file__).with_name("own_loop_script.py")
@@ -41,7 +41,7 @@ def run(
         starts=starts,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
     )
@@ -130,11 +130,11 @@ def test_torchrun_on_two_hosts_is_hierarchical_by_itself_and_ends_with_the_same_
             )
         )
     try:
-        said = [node.communicate(timeout=100) for node in nodes]
+        said = [node.communicate(timeout=240) for node in nodes]
     finally:
         for node in nodes:
             node.kill()
-            node.wait(timeout=10)
+            node.wait(timeout=240)
     assert [node.returncode for node in nodes] == [0, 0], said
     assert said[0][0].strip() == f"{said_first} on 4"
     assert said[1][0].strip() == ""
@@ -179,7 +179,7 @@ def test_a_signal_to_the_launcher_of_a_script_says_what_is_kept_and_how_to_start
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=240)
     assert process.returncode == 143
     assert errors.strip() == (
         "manyhands: ended by SIGTERM; all workers have stopped; the events up to now are in events kept, and "

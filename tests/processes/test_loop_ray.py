@@ -15,7 +15,6 @@ import torch
 from equality import distance
 
 pytest.importorskip("ray", reason="Ray is an extra: pip install 'manyhands[ray]'")
-pytestmark = pytest.mark.timeout(240)
 
 SCRIPT = Path(__file__).with_name("free_loop_script.py")
 LAUNCH = (sys.executable, "-m", "manyhands", "launch", "--cluster", "ray", "--workers", "2")
@@ -25,7 +24,7 @@ def run(folder: Path, *start: str, **asked: Any) -> subprocess.CompletedProcess[
     folder.mkdir()
     env = {**os.environ, "OMP_NUM_THREADS": "1", "FREE_LOOP": json.dumps(asked)}
     command = (*start, str(SCRIPT), str(folder))
-    return subprocess.run(command, capture_output=True, text=True, timeout=180, check=False, env=env)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=env)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +64,7 @@ def test_a_script_that_fails_in_an_actor_ends_the_run_with_its_error(tmp_path: P
         "import manyhands as mh\nwith mh.join() as group:\n    assert not group.rank, 'enough'\n    group.barrier()\n"
     )
     command = [*LAUNCH, str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 1, done.stderr
     assert "worker 1 on" in done.stderr
     assert "AssertionError: enough" in done.stderr

@@ -15,7 +15,7 @@ import torch
 import warm
 from equality import distance
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("compiler_imported")]
+pytestmark = pytest.mark.usefixtures("compiler_imported")
 
 BIN = Path(sys.executable).parent
 SCRIPT = Path(__file__).with_name("free_loop_script.py")

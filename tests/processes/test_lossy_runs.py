@@ -16,8 +16,6 @@ from manyhands.observe.record.recorded import read_run_events
 from manyhands.strategies.ps.replay import replay
 from manyhands.transport.link.wire import codec_of
 
-pytestmark = pytest.mark.timeout(180)
-
 
 def make_task(momentum: float = 0.0) -> mh.Task:
     generator = torch.Generator().manual_seed(3)

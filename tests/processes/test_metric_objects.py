@@ -16,8 +16,6 @@ import manyhands as mh
 from manyhands.errors import UserError
 from three_classes import accuracy, loss, samples, task
 
-pytestmark = pytest.mark.timeout(300)
-
 
 class Middle:
     """The median of the largest scores: of no mean over batches, and without a rule to merge states."""

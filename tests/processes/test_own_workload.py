@@ -50,7 +50,7 @@ def manyhands(
         env={**os.environ, "PYTHONPATH": str(package)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         check=False,
     )
 

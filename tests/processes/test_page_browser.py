@@ -16,7 +16,7 @@ from manyhands.observe.analyse.view import Phase, RunView, Staleness
 from manyhands.serving.hosting import Dashboard
 from views import run_view, starting_view
 
-pytestmark = [needs_a_browser, pytest.mark.timeout(120)]
+pytestmark = needs_a_browser
 
 REBOUND = "--host-resolver-rules=MAP other.example 127.0.0.1"  # a name that was re-bound to this machine
 FAREWELL = "the run has ended; manyhands show RUN opens it again"

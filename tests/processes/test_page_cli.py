@@ -17,8 +17,6 @@ from typer.testing import CliRunner
 import warm
 from manyhands.cli.main import app
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @contextmanager
 def command(*arguments: str) -> Iterator[subprocess.Popen[str]]:
@@ -48,7 +46,7 @@ def printed_address(process: subprocess.Popen[str]) -> tuple[str, dict[str, str]
 def follow_to_the_end(address: str, headers: dict[str, str]) -> tuple[dict[str, str], str]:
     """Every section as it was last sent, and the farewell."""
     sections: dict[str, str] = {}
-    with httpx.stream("GET", f"{address}/events", headers=headers, timeout=60) as answer:
+    with httpx.stream("GET", f"{address}/events", headers=headers, timeout=240) as answer:
         assert answer.status_code == 200
         name = ""
         for line in answer.iter_lines():
@@ -66,7 +64,7 @@ def test_a_run_with_a_page_shows_its_end_leaves_a_report_and_can_be_watched_agai
     asked = ("--strategy", "single", "--workers", "1", "--steps", "20", "--out", str(run), "--dashboard")
     with command("train", "digits", *asked) as training:
         sections, farewell = follow_to_the_end(*printed_address(training))
-        out, err = training.communicate(timeout=60)
+        out, err = training.communicate(timeout=240)
     assert training.returncode == 0, err
     assert "20 of 20" in sections["now"]
     assert "ended" in sections["now"]
@@ -83,7 +81,7 @@ def test_a_run_with_a_page_shows_its_end_leaves_a_report_and_can_be_watched_agai
         assert httpx.get(f"{address}/metrics").status_code == 401
         assert "# TYPE" in httpx.get(f"{address}/metrics", headers=headers).text
         watching.send_signal(signal.SIGINT)
-        out, err = watching.communicate(timeout=60)
+        out, err = watching.communicate(timeout=240)
     assert (watching.returncode, out) == (0, "")
     assert err.splitlines()[-1] == "manyhands: the page is closed"
 

@@ -21,8 +21,6 @@ from manyhands.observe.record.recorded import read_run_events
 from manyhands.workloads.tasks.language import LanguageOptions, language
 from pipelines import task_of
 
-pytestmark = pytest.mark.timeout(120)
-
 PATIENCE_S = 60.0
 
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
 import torch
 
 import manyhands as mh
@@ -28,7 +27,6 @@ from placed_script import EQUAL, STEPS, digest, model, options, task
 
 __all__ = ["two_hosts"]
 
-pytestmark = pytest.mark.timeout(400)
 
 SCRIPT = Path(placed_script.__file__)
 PATIENCE_S = 300.0
@@ -60,7 +58,7 @@ def run_ranks(
     finally:
         for process, _, _ in processes:
             process.kill()
-            process.wait(timeout=10)
+            process.wait(timeout=240)
     done = []
     for process, said, erred in processes:
         texts = []

@@ -17,7 +17,6 @@ from manyhands.observe.analyse.explain import explain
 from manyhands.observe.record.recorded import read_run_events
 from manyhands.strategy import Strategy
 
-pytestmark = pytest.mark.timeout(300)
 STEPS = 12
 
 

@@ -22,8 +22,6 @@ from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import ManyhandsError, NonFinite, WorkerFailed
 from manyhands.workloads.tasks import TASKS
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.fixture(autouse=True)
 def quiet(caplog: pytest.LogCaptureFixture) -> None:
@@ -97,7 +95,7 @@ def test_a_paused_worker_is_fenced_and_takes_the_next_place(
         os.kill(other, signal.SIGKILL)
         _await(lambda: _recovered(out) == 2)
         (tmp_path / "go").touch()
-        run = running.result(100)
+        run = running.result(240)
     started = [event["name"] for event in events(out) if event["event"] == "started"]
     assert started.count(workers[other]) == 1, "nobody new was needed for the one that was killed"
     assert len(run.history.loss) == steps
@@ -140,7 +138,7 @@ def test_a_server_that_raises_is_followed_by_its_replica(tmp_path: Path) -> None
         (tmp_path / "fail").touch()
         _await(lambda: _recovered(out) == 1)
         (tmp_path / "go").touch()
-        run = running.result(100)
+        run = running.result(240)
     died = [event["sentence"] for event in events(out) if event["event"] == "died"]
     assert len(died) == 1, died
     assert "raised RuntimeError" in died[0]

@@ -13,8 +13,6 @@ from assassin import events
 from equality import OPTIMIZERS, distance, make_task, train_plainly
 from manyhands.strategies.ps.audit import audit_run
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.mark.parametrize(
     "strategy", ["ps servers=2", pytest.param("ps servers=2 replicas=1", marks=pytest.mark.soak)]

@@ -22,8 +22,6 @@ from manyhands.errors import UserError
 from manyhands.strategies.ps.audit import audit_run
 from manyhands.strategies.ps.replay import replay
 
-pytestmark = pytest.mark.timeout(180)
-
 STEPS = 8
 
 

@@ -18,8 +18,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import manyhands as mh
 
-pytestmark = pytest.mark.timeout(240)
-
 STEPS = 30
 
 

@@ -17,8 +17,6 @@ import manyhands as mh
 from manyhands.observe.analyse.totals import TotalsSnapshot
 from quota import cpu_quota
 
-pytestmark = pytest.mark.timeout(240)
-
 STEPS = 240  # a starved one takes two of them a second
 SHARE = 0.015  # less than a busy machine leaves anyone
 STARVED_S = 8.0

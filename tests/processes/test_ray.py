@@ -23,7 +23,6 @@ def variables_are_left_as_they_were() -> Iterator[None]:
     os.environ.update(before)
 
 
-@pytest.mark.timeout(120)
 def test_a_run_on_ray_has_the_weights_of_local_processes_to_the_bit() -> None:
     import ray
 

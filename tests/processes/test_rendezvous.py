@@ -21,7 +21,6 @@ from manyhands.errors import ManyhandsError, OutOfSharedMemory, PeerTimeout, Use
 from manyhands.places.local import rendezvous
 from manyhands.places.local.rendezvous import RankEntry, Rendezvous, hosts_of, meet
 
-pytestmark = pytest.mark.timeout(60)
 TIMEOUT_S = 20.0
 
 

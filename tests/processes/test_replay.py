@@ -21,8 +21,6 @@ from commands import run_command
 from manyhands.errors import UserError
 from manyhands.strategies.ps.replay_order import ReplayImpossible
 
-pytestmark = pytest.mark.timeout(300)
-
 WORKERS, SHARDS, UPDATES = 4, 3, 520
 
 

@@ -5,12 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from manyhands.strategies.ps.audit import audit_run
 from roles import cluster
-
-pytestmark = pytest.mark.timeout(600)
 
 TRAIN = ("-m", "manyhands", "train", "digits", "--progress", "none", "--out", "run")
 

@@ -15,8 +15,6 @@ import torch
 import manyhands as mh
 from equality import OPTIMIZERS, make_task
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def patient(seconds: float) -> mh.Task:
     task = make_task(OPTIMIZERS["sgd"])
@@ -29,7 +27,7 @@ def patient(seconds: float) -> mh.Task:
 
 
 def await_(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 180
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -67,7 +65,7 @@ def test_a_new_slot_is_there_at_once_and_works_when_its_process_is(monkeypatch: 
 
 def test_a_run_that_has_ended_shows_what_came_out() -> None:
     with mh.start(patient(0.0), "single", steps=3) as running:
-        run = running.result(60)
+        run = running.result(240)
         assert running.steps_done == 3
         assert repr(running) == f"Running(ended: {run!r})"
         assert running._repr_html_() == run._repr_html_()
@@ -78,4 +76,4 @@ def test_a_run_that_has_ended_shows_what_came_out() -> None:
 def test_workers_that_make_no_sense_are_refused_by_name() -> None:
     running = mh.start(make_task(OPTIMIZERS["sgd"]), "ps", workers="two", steps=2)
     with pytest.raises(mh.UserError, match="workers='two' must be an integer"):
-        running.result(60)
+        running.result(240)

@@ -16,7 +16,7 @@ from manyhands.serving.model_server import ModelServer, ServeOptions
 from manyhands.serving.torch_predictors import ImagePredictor
 from manyhands.workloads.tasks.digits import ImageClassifier
 
-pytestmark = [needs_a_browser, pytest.mark.timeout(120)]
+pytestmark = needs_a_browser
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def ask(server: ModelServer) -> int:
     request = urllib.request.Request(
         f"{server.address}/predict", f'{{"inputs": [{image}, {image}]}}'.encode(), headers
     )
-    with urllib.request.urlopen(request, timeout=20) as answer:
+    with urllib.request.urlopen(request, timeout=240) as answer:
         return int(answer.status)
 
 

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 import manyhands as mh
 import warm
 
-pytestmark = pytest.mark.timeout(120)
-
 LAYERS, WIDTH = 16, 96
 UNIT = (2 * WIDTH * WIDTH + 2 * WIDTH) * 4
 """Bytes of one layer's parameters."""
@@ -121,7 +119,7 @@ def test_a_worker_of_an_own_loop_holds_its_share_of_everything_and_two_layers(tm
         trains=True,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr

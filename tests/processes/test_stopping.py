@@ -12,8 +12,6 @@ from torch import Tensor, nn
 import manyhands as mh
 from manyhands.errors import UserError
 
-pytestmark = pytest.mark.timeout(120)
-
 ONES = torch.ones(16, 1, dtype=torch.float64)
 RULE = mh.EarlyStopping(patience=3)
 

@@ -14,7 +14,6 @@ import manyhands as mh
 from commands import run_command
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'manyhands[tables]'")
-pytestmark = pytest.mark.timeout(300)
 
 CITIES = np.array(["Oslo", "Rome, Italy", "Bonn"])
 

@@ -48,7 +48,7 @@ assert kept_pid() == first, "fit takes what is there"
 @pytest.mark.parametrize("fits", [True, False])
 def test_a_script_may_start_the_template_before_it_imports_torch(fits: bool) -> None:
     script = _WARM + _TASK + _FIT if fits else _WARM
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     template = Path(f"/proc/{int(done.stdout.split()[0])}")
     await_that(lambda: not template.exists(), "the end of the template", 10.0)
@@ -56,7 +56,7 @@ def test_a_script_may_start_the_template_before_it_imports_torch(fits: bool) -> 
 
 _IN_THE_BACKGROUND = """
 with mh.start(task, "ps", workers=1, steps=3) as running:
-    running.result(60)
+    running.result(240)
 print(fit())
 """
 _IN_A_THREAD = """
@@ -74,7 +74,7 @@ print(fit())
 def test_a_run_may_follow_one_of_another_thread() -> None:
     """What a thread starts ends with it: the next run must not count on it."""
     script = _TASK + _IN_THE_BACKGROUND + _IN_A_THREAD
-    done = warm.run([sys.executable, "-c", script], trains=3, capture_output=True, text=True, timeout=120)
+    done = warm.run([sys.executable, "-c", script], trains=3, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout) == (0, "2\n2\n"), done.stderr
 
 
@@ -96,5 +96,5 @@ print("read again")
 
 
 def test_memory_that_was_put_into_large_pages_is_as_it_was() -> None:
-    done = warm.run([sys.executable, "-c", _LARGE], capture_output=True, text=True, timeout=60)
+    done = warm.run([sys.executable, "-c", _LARGE], capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout) == (0, "read again\n"), done.stderr

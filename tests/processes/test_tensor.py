@@ -20,8 +20,6 @@ from manyhands.cli.main import app
 from manyhands.errors import UserError
 from manyhands.workloads.tasks.language import Transformer, bits_per_byte, next_byte_loss
 
-pytestmark = pytest.mark.timeout(240)
-
 WINDOWS = torch.randint(0, 17, (30, 9), generator=torch.Generator().manual_seed(4))
 
 

@@ -18,7 +18,6 @@ def run_file(text: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda one: one.title)
-@pytest.mark.timeout(240)
 def test_the_commands_of_a_lesson_run(
     lesson: Lesson, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -31,7 +30,6 @@ def test_the_commands_of_a_lesson_run(
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda one: one.title)
-@pytest.mark.timeout(240)
 def test_an_exercise_fails_until_it_is_solved(
     lesson: Lesson, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,8 +16,6 @@ from manyhands.observe.record.recorded import RunEvents, read_run_events
 from manyhands.workloads.tasks import TASKS
 from traces import assert_flows_bound
 
-pytestmark = pytest.mark.timeout(120)
-
 STEPS, WORKERS = 12, 2
 
 

@@ -38,7 +38,6 @@ def require(out: Path, verdict: Verdict) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("replicas", [0, 1])
 @pytest.mark.parametrize("consistency", CONSISTENCIES)
 def test_the_verdict_on_a_live_run(consistency: str, replicas: int, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.soak
 
 WORKERS, HELPERS = 3, 1
 SCRIPT = f"""

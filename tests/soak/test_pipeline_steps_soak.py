@@ -10,7 +10,7 @@ from equality import distance
 from manyhands.strategies.pipeline.schedules import SCHEDULES
 from pipelines import MODELS, Ended, task_of, train_alone, train_in_stages
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.soak
 
 
 @cache

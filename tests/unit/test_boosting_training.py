@@ -50,7 +50,7 @@ def by_threads(task: GbdtTask, world: int, trees: int) -> list[TreeMemory]:
     areas = np.zeros((world, area_words(task.gbdt, task.bins.offsets)), np.int64)
     report, barrier = (
         np.zeros((2, world, gathered_words(task.gbdt)), np.int64),
-        threading.Barrier(world, timeout=60),
+        threading.Barrier(world, timeout=240),
     )
     memories, failed = [task.model() for _ in range(world)], []
 

@@ -67,7 +67,7 @@ def test_mistakes_that_words_alone_show_are_refused_before_anything_heavy_is_imp
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=240,
     )
     report = done.stdout.splitlines()
     assert len(report) == len(cases)

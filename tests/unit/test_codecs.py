@@ -26,8 +26,6 @@ from manyhands.wire.codec import codec_named, encodes, round_trip
 from manyhands.wire.names import CODECS, RAW
 from manyhands.wire.parcels import Parcel
 
-pytestmark = pytest.mark.timeout(60)
-
 ROOT = Path(__file__).parents[2]
 ROUNDED = {
     "bf16": torch.bfloat16,

@@ -21,7 +21,7 @@ from manyhands.transport.link.simulated_network import SimulatedNetwork
 from manyhands.wire.codec import ParcelCodec, as_memory, codec_named
 from manyhands.wire.parcels import Matrix, Parcel
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_core")]
+pytestmark = pytest.mark.usefixtures("one_core")
 
 STEPS = 3
 COUNT = 1500

@@ -340,7 +340,7 @@ def test_a_server_whose_headers_trickle_is_not_waited_for(
     ask._timeout_s = 0.25
     with pytest.raises(Unreached, match="did not answer"):
         ask("GET", "/work")
-    server.join(timeout=30)
+    server.join(timeout=240)
     assert not server.is_alive(), "the connection was let go"
 
 

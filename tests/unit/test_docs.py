@@ -23,7 +23,6 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 @pytest.mark.parametrize(
     "page", [one for one in PAGES if one.name not in SCRIPTS], ids=lambda page: page.name
 )
-@pytest.mark.timeout(180)
 def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = page.read_text()
     monkeypatch.chdir(tmp_path)

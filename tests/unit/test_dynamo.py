@@ -5,8 +5,6 @@ import subprocess
 import sys
 import textwrap
 
-import pytest
-
 # Forks itself for every script that it is given: each has torch, and of its compiler what is of others.
 _EACH = """
 import json, os, sys, traceback
@@ -34,7 +32,7 @@ for script in json.loads(sys.argv[1]):
 def _tell(*scripts: str) -> list[str]:
     """What each script printed."""
     given = json.dumps([textwrap.dedent(script) for script in scripts])
-    done = subprocess.run([sys.executable, "-c", _EACH, given], capture_output=True, text=True, timeout=170)
+    done = subprocess.run([sys.executable, "-c", _EACH, given], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.lstrip("\n").split("-----\n")[:-1]
 
@@ -154,7 +152,6 @@ assert "torch._dynamo.convert_frame" in sys.modules
 """
 
 
-@pytest.mark.timeout(180)
 def test_every_optimizer_steps_as_ever_without_it_and_who_asks_for_more_gets_the_real_one_once() -> None:
     scripts = [*(_ONCE.format(asked=asked) for asked in _ASKED), _IMPORTED_ALREADY, _MADE_TO_BE_LOOKED_AT]
     trained = (_TRAIN.format(deferred=deferred) for deferred in (True, False))

@@ -22,8 +22,6 @@ from sklearn.utils.estimator_checks import check_estimator
 import manyhands as mh
 from manyhands.errors import UserError
 
-pytestmark = pytest.mark.timeout(300)
-
 ESTIMATORS = ("GradientBoostingClassifier", "GradientBoostingRegressor", "LogisticRegression", "TruncatedSVD")
 
 

@@ -29,7 +29,7 @@ def update(client: int) -> ClientUpdate:
 
 def together(world: int, work: Callable[[int, Callable[[Tensor], Tensor]], T]) -> list[T]:
     """What each of so many workers makes of it, where `total` adds up what all of them gave."""
-    barrier, given = Barrier(world, timeout=20), [torch.zeros(0)] * world
+    barrier, given = Barrier(world, timeout=240), [torch.zeros(0)] * world
 
     def worker(rank: int) -> T:
         def total(values: Tensor) -> Tensor:

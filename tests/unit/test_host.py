@@ -18,7 +18,7 @@ PROGRAM = "from manyhands.places.local.host import host_identity; print(host_ide
 
 def identity_in(*prefix: str) -> str:
     answer = subprocess.run(
-        [*prefix, sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True
+        [*prefix, sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=240, check=True
     )
     return answer.stdout.strip()
 
@@ -31,7 +31,7 @@ def test_identity_names_the_kernel_and_the_namespace() -> None:
 
 def test_a_child_is_on_the_same_host_and_one_in_another_namespace_is_not() -> None:
     assert identity_in() == host_identity()
-    if subprocess.run(["unshare", "-rn", "true"], capture_output=True, timeout=60).returncode != 0:
+    if subprocess.run(["unshare", "-rn", "true"], capture_output=True, timeout=240).returncode != 0:
         pytest.skip("this user may not make a network namespace")
     elsewhere = identity_in("unshare", "-rn")
     assert elsewhere != host_identity()

@@ -17,8 +17,6 @@ from manyhands.wire.flat_layout import lay_out
 from manyhands.wire.parcels import Matrix, Parcel
 from manyhands.wire.quantize_kernels import NOT_FINITE
 
-pytestmark = pytest.mark.timeout(120)
-
 COUNTS = (0, 1, 4, 5, 31, 33, 255, 257, 1000, 5003)
 
 

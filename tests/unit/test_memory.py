@@ -84,7 +84,7 @@ def test_a_futex_wakes_its_sleeper_and_minds_its_timeout() -> None:
         sleeper = threading.Thread(target=sleep)
         sleeper.start()
         set_word(segment.address, 7)
-        sleeper.join(timeout=5)
+        sleeper.join(timeout=240)
         assert woken, "the sleeper was not woken"
 
 

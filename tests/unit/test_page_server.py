@@ -41,7 +41,7 @@ def ask(
 ) -> httpx.Response:
     async def go() -> httpx.Response:
         transport = httpx.ASGITransport(app=app or an_app())  # type: ignore[arg-type]
-        async with httpx.AsyncClient(transport=transport, base_url=base, timeout=10) as client:
+        async with httpx.AsyncClient(transport=transport, base_url=base, timeout=240) as client:
             return await client.request(method, path, headers=headers)
 
     return asyncio.run(go())

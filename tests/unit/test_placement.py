@@ -289,7 +289,6 @@ def test_a_placed_model_trains_as_it_did() -> None:
         assert torch.equal(one, two)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.skipif(
     not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"),
     reason="this torch has no devices that are written in Python",
@@ -297,7 +296,7 @@ def test_a_placed_model_trains_as_it_did() -> None:
 def test_an_operation_without_a_kernel_runs_on_the_cpu() -> None:
     """On a device made for it, in a process of its own: values, gradients and the log; see toy_device.py."""
     script = Path(__file__).parent.parent / "toy_device.py"
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=50)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "module   operation  device  shape  copied",

@@ -17,8 +17,6 @@ from manyhands.strategies.common.collectives.row_sums import GradientRows, row_s
 from manyhands.strategies.common.collectives.schedule_collective import ScheduleCollective
 from manyhands.transport.link.simulated_network import SimulatedNetwork
 
-pytestmark = pytest.mark.timeout(60)
-
 TABLE = 50
 
 

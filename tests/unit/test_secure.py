@@ -135,7 +135,7 @@ def openssl(folder: Path, *words: str) -> str:
     if shutil.which("openssl") is None:
         pytest.skip("there is no openssl program here")
     done = subprocess.run(
-        ["openssl", *words], cwd=folder, capture_output=True, text=True, timeout=30, check=False
+        ["openssl", *words], cwd=folder, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

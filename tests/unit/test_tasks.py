@@ -190,7 +190,6 @@ def test_a_sample_is_classified_alike_in_any_company(side: int, stride: int) -> 
     torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.timeout(60)
 def test_mnist_learns(shared_data: Path) -> None:
     task = build("mnist", path=shared_data / "mnist", batch_size=32)
     assert (len(task.data[0]), len(task.evaluation[0])) == (60000, 10000)

@@ -121,7 +121,7 @@ def test_the_standard_library_is_the_same_text_every_time() -> None:
             env={"PYTHONHASHSEED": seed},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
             check=True,
         ).stdout
         for seed in ("1", "2")

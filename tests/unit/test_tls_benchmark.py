@@ -30,7 +30,6 @@ def test_the_limit_is_the_link_before_the_cores_and_one_core_where_others_are_id
     assert limit(0.8e9, None, 0.5, 0.5, 0.5) == "waiting for each other"
 
 
-@pytest.mark.timeout(60)
 def test_a_connection_is_held_to_its_rate_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
     pace_every_connection = runpy.run_path(str(BENCHMARKS / "cables.py"))["pace_every_connection"]

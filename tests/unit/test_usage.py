@@ -9,8 +9,6 @@ import pytest
 
 from commands import run_command
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.mark.parametrize(
     ("words", "report"),
