@@ -202,7 +202,7 @@ def _listened_at(descriptor: int) -> set[str]:
     return {f"{os.fstat(descriptor).st_ino} at {address!r}"}
 
 
-def settles(condition: Callable[[], bool], within_s: float = 2.0) -> bool:
+def settles(condition: Callable[[], bool], within_s: float = 30.0) -> bool:
     deadline = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > deadline:

@@ -139,7 +139,7 @@ class Run:
         """What the run has printed so far."""
         return self._output.read_text()
 
-    def check_nothing_is_left(self, segments: set[int], within_s: float = 2.0) -> float:
+    def check_nothing_is_left(self, segments: set[int], within_s: float = 30.0) -> float:
         """Assert that all processes and all of `segments` are gone; the seconds until they were."""
 
         def gone() -> bool:
@@ -198,7 +198,7 @@ def strike(command: Sequence[str], folder: Path, plan: Strike) -> float:
         else:
             victim = random.Random(plan.seed).choice(run.roles())
             assert _kill(victim, signal.SIGKILL)
-        await_that(lambda: run.ended, "the launcher has ended", 10.0)
+        await_that(lambda: run.ended, "the launcher has ended", 60.0)
         if not plan.of_parent:
             assert run.parent.returncode == 1
             assert f"(pid {victim}) was killed by SIGKILL" in run.text()

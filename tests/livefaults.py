@@ -118,7 +118,7 @@ def _await_end(run: Run) -> None:
 def _check_no_socket_is_left(scene: Scene) -> None:
     """What was on its way in a message when its process was killed, the kernel closes a moment later."""
     try:
-        await_that(lambda: not _open_sockets(scene), "the end of every socket", 5.0)
+        await_that(lambda: not _open_sockets(scene), "the end of every socket", 60.0)
     except AssertionError:
         raise Failed(f"sockets are still there: inodes {sorted(_open_sockets(scene))}") from None
 

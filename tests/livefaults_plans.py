@@ -292,7 +292,7 @@ def _launcher(number: signal.Signals) -> Callable[[Scene], None]:
             scene.await_snapshots()
         scene.pause(1.5)
         scene.strike("the launcher", scene.run.parent.pid, number)
-        await_that(lambda: scene.run.ended, "the launcher has ended", 20.0)
+        await_that(lambda: scene.run.ended, "the launcher has ended", 60.0)
         scene.resumes = True
 
     return strike

@@ -349,7 +349,7 @@ class LiveHub:
         self.friend.close()
         self.hub.close()
 
-    def await_that(self, condition: Callable[[], bool], within_s: float = 20.0) -> None:
+    def await_that(self, condition: Callable[[], bool], within_s: float = 120.0) -> None:
         deadline_s = time.monotonic() + within_s
         while not condition():
             assert time.monotonic() < deadline_s, "the hub hangs"

@@ -334,7 +334,7 @@ def test_silence_is_noticed_on_both_sides(make: Callable[..., Party]) -> None:
     assert "worker 1 on host1" in ended.failure.sentence
     assert "worker 0 on " in line.over.sentence
     assert "nothing received for 0.5 s" in ended.failure.sentence + line.over.sentence  # who looked first
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 60.0
 
 
 def test_a_leader_that_does_not_answer_is_named(make: Callable[..., Party]) -> None:

@@ -48,7 +48,7 @@ def test_a_role_of_another_authority_is_named_on_both_sides(party: Party) -> Non
     assert "its certificate is from another authority; give both hosts folders" in lost.reason
     reason = party.one(1, Rejected).reason
     assert "it refused this end's certificate, which is from another authority" in reason
-    assert time.monotonic() - begin_s < 5.0  # it was refused by name, so nobody dials for a minute
+    assert time.monotonic() - begin_s < 40.0  # it was refused by name, so nobody dials for a minute
     assert one.members() == two.members() == ()
 
 
@@ -138,7 +138,7 @@ def test_a_hub_with_tls_and_one_without_tell_each_other(party: Party) -> None:
     secure.connect(2, plain.listen("tcp"))
     assert "does not use TLS 1.3; start it with --tls DIR" in party.one(1, Lost).reason
     assert "the peer uses TLS; give this process --tls DIR" in party.one(2, Rejected).reason
-    assert time.monotonic() - begin_s < 5.0
+    assert time.monotonic() - begin_s < 40.0
 
 
 def test_an_impostor_who_listens_gets_nothing_that_the_token_sealed(party: Party) -> None:

@@ -233,7 +233,7 @@ def test_abort_wakes_sleepers_and_says_who_failed_first(blamed: int | None) -> N
         groups[2].abort(blamed)
         groups[2].abort(0)  # too late: the first to be blamed stays blamed
         errors = [waiter.result(240) for waiter in waiters]
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 50
         for error in errors:
             assert isinstance(error, Aborted)
             assert ("rank 2 failed first" if blamed else "the run is ending") in str(error)

@@ -33,7 +33,7 @@ from manyhands.transport.liveness import Alarm
 from ways import BUCKET_BYTES, in_threads, join
 
 CPU = torch.device("cpu")
-SOON_S = 10.0
+SOON_S = 40.0
 _T = TypeVar("_T")
 
 

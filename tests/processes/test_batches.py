@@ -48,7 +48,7 @@ def between() -> int:
     """The process that forks, while a batch lasts."""
     template = obtain(inherited_environment()).pid
     children = Path(f"/proc/{template}/task/{template}/children")
-    await_that(lambda: children.read_text().strip() != "", "the process in between", 20.0)
+    await_that(lambda: children.read_text().strip() != "", "the process in between", 60.0)
     (found,) = children.read_text().split()
     return int(found)
 
@@ -133,4 +133,4 @@ def test_the_launchers_death_in_a_batch_ends_all() -> None:
         finally:
             process.kill()
     for pid in (worker, template, int(middle)):
-        await_that(lambda pid=pid: not exists(pid), f"the end of {pid}", 10.0)
+        await_that(lambda pid=pid: not exists(pid), f"the end of {pid}", 60.0)

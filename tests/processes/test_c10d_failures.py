@@ -42,7 +42,7 @@ def test_a_killed_rank_is_named_though_its_child_lives_on(tmp_path: Path) -> Non
             first = processes[rank].stdout.readline()
             assert first.startswith("WorkerFailed: all_reduce(sum) of float32[1000] #"), first
             assert "rank 1 died: its process ended without leaving the group" in first
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 60
         for rank in (0, 2):
             assert processes[rank].stdout is not None
             barrier, late = processes[rank].stdout.read().splitlines()

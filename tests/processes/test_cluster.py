@@ -323,7 +323,7 @@ def test_one_who_does_not_stop_is_killed_after_the_grace() -> None:
             on_failure=lambda rank: failed.append(time.monotonic()),
             grace_s=0.5,
         )
-    assert 0.5 < time.monotonic() - failed[0] < 30.0
+    assert 0.5 < time.monotonic() - failed[0] < 90.0
     assert not any(exists(pid) for pid in pids)
 
 
@@ -344,7 +344,7 @@ def test_grandchildren_end_with_their_role(ending: str) -> None:
     except WorkerFailed:
         assert ending != "returns"
     (pid,) = pids
-    await_that(lambda: not exists(pid), "the grandchild has ended", 2.0)
+    await_that(lambda: not exists(pid), "the grandchild has ended", 60.0)
 
 
 def test_a_data_set_is_in_memory_once_however_many_read_it() -> None:
@@ -490,15 +490,15 @@ def test_the_launchers_death_ends_everyone(line: str, state: str, tmp_path: Path
     grandchild = "grandchild = subprocess.Popen(['sleep', '600'])"
     command = script(tmp_path, grandchild, "context.send({'pid': os.getpid()})", line)
     with Run.of(command, tmp_path) as started:
-        await_that(lambda: started.text().count("note") == 2 or started.ended, "both work", 60.0)
+        await_that(lambda: started.text().count("note") == 2 or started.ended, "both work", 180.0)
         await_that(
-            lambda: [state_of(pid) for pid in started.roles()] == [state] * 2, f"both are {state}", 5.0
+            lambda: [state_of(pid) for pid in started.roles()] == [state] * 2, f"both are {state}", 60.0
         )
         segments = started.segments()
         assert len(started.processes()) == 6, "launcher, template, two roles and their children"
         started.parent.kill()
         started.parent.wait()
-        started.check_nothing_is_left(segments, within_s=2.0)
+        started.check_nothing_is_left(segments)
 
 
 @pytest.mark.parametrize(
@@ -511,7 +511,7 @@ def test_an_interrupted_launcher_takes_all_down_in_order(
     wait = "while not context.stop_requested(): time.sleep(0.005)"
     command = script(tmp_path, "context.send({'at': 'work'})", wait, "context.send({'leaving': 1})")
     with Run.of(command, tmp_path) as started:
-        await_that(lambda: started.text().count("work") == 2 or started.ended, "both work", 60.0)
+        await_that(lambda: started.text().count("work") == 2 or started.ended, "both work", 180.0)
         segments = started.segments()
         started.parent.send_signal(number)
         assert started.parent.wait(timeout=240) == status
@@ -522,7 +522,7 @@ def test_an_interrupted_launcher_takes_all_down_in_order(
 
 def test_a_second_interruption_does_not_wait_for_the_grace(tmp_path: Path) -> None:
     with Run.of(script(tmp_path, "context.send({'at': 'work'})", "time.sleep(600)"), tmp_path) as started:
-        await_that(lambda: started.text().count("work") == 2 or started.ended, "both work", 60.0)
+        await_that(lambda: started.text().count("work") == 2 or started.ended, "both work", 180.0)
         segments = started.segments()
         start = time.monotonic()
         while not started.ended and time.monotonic() < start + 15.0:

@@ -35,7 +35,7 @@ def slow_while(task: mh.Task, mark: Path, seconds: float) -> mh.Task:
 def await_that(condition: Any, what: str) -> float:
     begin = time.monotonic()
     while not condition():
-        assert time.monotonic() - begin < 60, what
+        assert time.monotonic() - begin < 180, what
         time.sleep(0.02)
     return time.monotonic() - begin
 
@@ -69,7 +69,7 @@ def test_workers_come_and_go_and_the_weights_are_those_of_one_process(tmp_path: 
         await_that(lambda: len(members.at_work()) == 3, "one less is at work")
         mark.unlink()
         run = running.result(240)
-    assert noticed_s["silent"] < 6
+    assert noticed_s["silent"] < 15
     assert distance(run.model.state_dict(), train_plainly(task, steps)) < 1e-9
     assert [row["step"] for row in run.history.steps] == list(range(1, steps + 1))
     counted = run.summary["membership"]

@@ -132,12 +132,12 @@ def test_a_starved_link_is_slow_and_not_dead_until_it_is_cut_in_one_direction(tw
         # the steps of the time before wait in the pipes; of those that come, the first may have been on its way
         steps = max(first.steps(), second.steps())
         began = time.monotonic()
-        wait_for([first, second], lambda said: said.count("step") >= steps + 2, 90.0)
+        wait_for([first, second], lambda said: said.count("step") >= steps + 2, 180.0)
         assert time.monotonic() - began > 5.0, "the link was not starved, so nothing was tested"
         assert "ended" not in first.said + second.said
         two_hosts.cut(0)
-        took = wait_for([first, second], ended, 60.0)
-        assert max(took) < 25.0, took  # 5 s, what waits in the queues, and what a crowded machine adds
+        took = wait_for([first, second], ended, 120.0)
+        assert max(took) < 60.0, took  # 5 s, what waits in the queues, and what a crowded machine adds
         assert "rank 0 on " in second.said.partition("ended: ")[2]
         assert "(10.231.77.1) fell silent" in second.said
         assert "no longer receives anything from rank 0, but still sends to it" in first.said

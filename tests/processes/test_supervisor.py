@@ -105,7 +105,7 @@ def test_members_come_are_killed_are_replaced_and_leave(capfd: pytest.CaptureFix
         start = time.monotonic()
         os.kill(pids[2], signal.SIGKILL)
         ended = heard.first(Ended, 2)
-        assert time.monotonic() - start < 10.0, "noticed by its end, not by a deadline"
+        assert time.monotonic() - start < 60.0, "noticed by its end, not by a deadline"
         assert (ended.name, ended.status, ended.payload) == ("server 1", -signal.SIGKILL, None)
         assert ended.failure is not None
         assert f"server 1 (pid {pids[2]}) was killed by SIGKILL" in ended.failure.sentence
@@ -141,7 +141,7 @@ def test_a_stopped_member_is_reported_in_time_and_lives_on_when_it_wakes() -> No
         start = time.monotonic()
         os.kill(pid, signal.SIGSTOP)
         silent = heard.first(Silent, 5)
-        assert 1.0 < time.monotonic() - start < 20.0
+        assert 1.0 < time.monotonic() - start < 60.0
         assert "worker 5" in silent.seen
         assert "last seen computing step 3" in silent.seen
         supervisor.tell(5, {"are you": "there"})
@@ -169,7 +169,7 @@ def test_much_is_told_to_one_who_does_not_read_without_waiting_and_arrives_in_or
         start = time.monotonic()
         for number in range(40):
             supervisor.tell(member, {"number": number, "weight": "x" * 2**18})
-        assert time.monotonic() - start < 20.0, "nobody was waited for"
+        assert time.monotonic() - start < 60.0, "nobody was waited for"
         supervisor.ask_to_stop(member)
         os.write(opener, b"!")
         assert heard.first(Ended, member).payload == {"reported": list(range(40))}
@@ -341,7 +341,7 @@ def test_leaving_by_an_error_ends_everyone_and_one_who_does_not_stop_is_killed()
         supervisor.start(role("worker 1"))  # is starting when we leave
         start = time.monotonic()
         raise KeyError("mine")
-    assert 0.5 < time.monotonic() - start < 30.0
+    assert 0.5 < time.monotonic() - start < 90.0
     assert not Path(f"/proc/{pid}").exists()
     with pytest.raises(RuntimeError, match="is a context manager"):
         supervisor.start(role("worker 2"))

@@ -51,7 +51,7 @@ def test_a_script_may_start_the_template_before_it_imports_torch(fits: bool) -> 
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     template = Path(f"/proc/{int(done.stdout.split()[0])}")
-    await_that(lambda: not template.exists(), "the end of the template", 10.0)
+    await_that(lambda: not template.exists(), "the end of the template", 60.0)
 
 
 _IN_THE_BACKGROUND = """
