@@ -197,7 +197,11 @@ def test_kernels_go_to_the_users_cache_and_not_beside_the_package(installed: Pat
 
 def _warm_example(folder: Path, *command: str | Path, **options: Any) -> str:
     """What an example printed that asks nothing of an installation, run by forks that have the same sources."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # beside others, two threads wait for each other
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",  # beside others, two threads wait for each other
+        "JE_ARROW_MALLOC_CONF": "background_thread:false",  # a process that is forked has one thread
+    }
     done = warm.run(
         [sys.executable, *command],
         trains=True,

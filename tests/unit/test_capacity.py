@@ -81,6 +81,10 @@ def test_who_fits_is_not_refused_and_who_does_not_is_told_the_figure_and_the_num
     assert "Options(allow_overload=True) or --allow-overload" in str(report.value)
     with pytest.raises(Overload, match="not even one fits"):
         check_room(of_processes(), 1, Room(memory_bytes=1))
+    with pytest.raises(Overload, match=r"not even one fits; use fewer, or raise the limit: ulimit -n 4096$"):
+        check_room(of_processes(), 2, Room(descriptors=13))
+    with pytest.raises(Overload, match=r"use fewer, or raise the limit: ulimit -n 8192$"):
+        check_room(of_processes(), 1000, Room(descriptors=13))
 
 
 @pytest.mark.parametrize(

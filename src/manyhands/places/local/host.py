@@ -127,10 +127,14 @@ def check_room(cost: MemoryCost, workers: int, room: Room) -> None:
         return
     most = most_workers(cost, room)
     fits = f"at most {most} workers fit" if most > 1 else "one worker fits" if most else "not even one fits"
+    needed = f"workers={workers}: the run needs about {' and '.join(lacking)}; {fits}"
+    if _short_of(need, room) == ["descriptors"]:
+        allowed = max(4096, 1 << (need.descriptors + _LAUNCHER_RESERVE).bit_length())
+        raise Overload(f"{needed}; use fewer, or raise the limit: ulimit -n {allowed}", most)
     each = format_bytes(cost.per_worker.memory_bytes)
     raise Overload(
-        f"workers={workers}: the run needs about {' and '.join(lacking)}; {fits} (a worker needs about {each} besides "
-        "its activations); use fewer, free some, or override with Options(allow_overload=True) or --allow-overload",
+        f"{needed} (a worker needs about {each} besides its activations); use fewer, free some, or override with "
+        "Options(allow_overload=True) or --allow-overload",
         most,
     )
 
