@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 
@@ -11,7 +12,7 @@ import torch
 from scipy import stats
 
 from manyhands.errors import UserError
-from manyhands.strategies.federated import privacy_noise
+from manyhands.strategies.federated import privacy_noise, private_rounds
 from manyhands.strategies.federated.privacy_noise import (
     FIRST_BOUND,
     LEAST_STEPS,
@@ -221,6 +222,14 @@ def test_epsilon_without_sampling_is_at_least_the_exact_one_of_a_gaussian() -> N
         assert (
             exact <= epsilon_of({RoundKind(noise=noise, probability=1.0): rounds}, 1e-6) < 1.15 * exact + 0.02
         )
+
+
+def test_the_accountant_leaves_the_logging_of_the_process_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its logger gives a process that has no handler one that prints all."""
+    monkeypatch.setattr(logging.root, "handlers", [])
+    private_rounds._one_round.cache_clear()
+    assert epsilon_of({RoundKind(noise=0.62, probability=0.1): 3}, 1e-6) > 7
+    assert logging.root.handlers == []
 
 
 def test_kinds_of_rounds_add_up() -> None:
