@@ -327,6 +327,7 @@ def test_what_was_spent_is_spent_after_a_resume() -> None:
     quieter = Spending(RoundKind(noise=2.0, probability=0.1), **budget)
     quieter.restore(first.state())
     assert quieter.epsilon_after(0) == whole.epsilon_after(0), "rounds with other noise cost what they cost"
+    assert (quieter.noises, quieter.rounds) == ("noise=1", 7)
     fresh = Spending(RoundKind(noise=2.0, probability=0.1), **budget)
     assert quieter.most_rounds is not None
     assert fresh.most_rounds is not None
@@ -334,6 +335,8 @@ def test_what_was_spent_is_spent_after_a_resume() -> None:
     third = Spending(kind, **budget)
     third.restore(quieter.state())
     assert third.epsilon_after(0) == pytest.approx(whole.epsilon_after(0), rel=1e-12)
+    quieter.take(())
+    assert (quieter.noises, fresh.noises) == ("noise=1 and noise=2", "noise=2")
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "adaptive:0", "adaptive:1", "adaptive:x", "much"])

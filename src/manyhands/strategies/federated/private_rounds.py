@@ -162,6 +162,12 @@ class Spending:
     def rounds(self) -> int:
         return int(self._rounds.max()) + sum(self._before.values())
 
+    @property
+    def noises(self) -> str:
+        """The noise of the rounds so far, one after another where a resumed run has another; or of those to come."""
+        kinds = [*self._before, *([self._kind] if self._rounds.any() or not self._before else [])]
+        return " and ".join(dict.fromkeys(f"noise={kind.noise:g}" for kind in kinds))
+
     def take(self, chosen: Sequence[int]) -> None:
         self._rounds[list(chosen) if self._apart else 0] += 1
 
@@ -478,8 +484,8 @@ class PrivateRounds:
         if spending is None:
             return found
         against = "the server and everybody else" if terms.noise_by == CLIENTS else "everybody but the server"
-        spent = f"{spending.summary()} with noise={terms.noise:g}, at delta={terms.delta:g}"
-        words = f"privacy of each client, against {against}: {spent}"
+        words = f"privacy of each client, against {against}: {spending.summary()} with {spending.noises}, "
+        words += f"at delta={terms.delta:g}"
         if spending.most_rounds is not None:
             words += f", of a budget of {terms.epsilon:g}"
         if terms.randomness == SEED:
