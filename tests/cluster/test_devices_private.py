@@ -232,6 +232,14 @@ def test_secure_sums_of_clipped_updates_have_their_noise(
     assert f"against {against}" in privacy["sentence"]
 
 
+def test_the_range_holds_the_noise_of_the_fewest_devices_that_make_a_sum() -> None:
+    """Of three each adds a third of the variance: a range for the shares of 30 would cut it off."""
+    text = "clients=30 secure=yes range=2 clip=0.5 noise=1 noise_by=clients delta=1e-4"
+    assert job_for(text, min_reports=20).private_rounds() is not None
+    with pytest.raises(UserError, match=r"clip=0\.5: with range=2 .* only up to clip=0\.252"):
+        job_for(text, min_reports=3)
+
+
 def test_a_model_with_averaged_buffers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     normed = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
     task = replace(TOY.build(), model=lambda: normed)

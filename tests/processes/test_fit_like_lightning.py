@@ -19,6 +19,7 @@ import manyhands as mh
 from manyhands.data.batches import BatchPlan, weighted_draw
 from manyhands.engine.profiler import ProfiledSteps, StepProfiler
 from manyhands.errors import UserError
+from manyhands.workloads.exporting import export_run
 from three_classes import accuracy, loss, network, samples, task
 
 STEPS = 20
@@ -111,12 +112,31 @@ def test_the_best_step_is_the_last_one_where_the_evaluation_at_the_end_is_better
     assert run.summary["final"]["evaluation_loss"] == losses[10]
 
 
+@pytest.mark.parametrize(("scheduler", "every"), [(turned, 3), (None, 4)])
+def test_a_run_is_loaded_and_exported_with_the_weights_that_it_ended_with(
+    scheduler: Any, every: int, tmp_path: Path
+) -> None:
+    """The best ones; of the second run those after step 10, where no evaluation was due."""
+    made, out = task(scheduler=scheduler), tmp_path / "run"
+    options = mh.Options(evaluate_every=every, restore_best=True, checkpoint_every=5)
+    run = mh.fit(made, "mirrored", workers=2, steps=10 + 10 * (every == 3), out=out, options=options)
+    assert (run.summary["best_step"] == 10) == (every == 4)
+    assert_same(run, mh.load(out, made).state_dict())
+    exported = export_run(out, task=made)
+    assert exported.steps == run.summary["best_step"]
+    assert exported.before["evaluation_loss"] == pytest.approx(run.summary["final"]["evaluation_loss"])
+
+
 def test_best_weights_where_they_cannot_be_are_refused() -> None:
     options = mh.Options(restore_best=True)
     with pytest.raises(UserError, match="restore_best: workers of ps take turns evaluating"):
         mh.fit(task(), "ps", workers=2, steps=2, options=options)
     with pytest.raises(UserError, match="restore_best: the task has no evaluation data"):
         mh.fit(task(evaluation=None), "single", steps=2, options=options)
+    with pytest.raises(
+        UserError, match=r"restore_best: under federated .* has a model of its own after the last"
+    ):
+        mh.fit(task(), "federated clients=4 personal=finetune:1", rounds=1, options=options)
 
 
 @pytest.mark.parametrize(

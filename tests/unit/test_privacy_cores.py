@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 
@@ -11,7 +12,7 @@ import torch
 from scipy import stats
 
 from manyhands.errors import UserError
-from manyhands.strategies.federated import privacy_noise
+from manyhands.strategies.federated import privacy_noise, private_rounds
 from manyhands.strategies.federated.privacy_noise import (
     FIRST_BOUND,
     LEAST_STEPS,
@@ -223,6 +224,14 @@ def test_epsilon_without_sampling_is_at_least_the_exact_one_of_a_gaussian() -> N
         )
 
 
+def test_the_accountant_leaves_the_logging_of_the_process_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its logger gives a process that has no handler one that prints all."""
+    monkeypatch.setattr(logging.root, "handlers", [])
+    private_rounds._one_round.cache_clear()
+    assert epsilon_of({RoundKind(noise=0.62, probability=0.1): 3}, 1e-6) > 7
+    assert logging.root.handlers == []
+
+
 def test_kinds_of_rounds_add_up() -> None:
     one, other = RoundKind(noise=2.0, probability=1.0), RoundKind(noise=4.0, probability=1.0)
     assert epsilon_of({one: 3}, 1e-5) == pytest.approx(epsilon_of({other: 12}, 1e-5), rel=1e-12)
@@ -318,6 +327,7 @@ def test_what_was_spent_is_spent_after_a_resume() -> None:
     quieter = Spending(RoundKind(noise=2.0, probability=0.1), **budget)
     quieter.restore(first.state())
     assert quieter.epsilon_after(0) == whole.epsilon_after(0), "rounds with other noise cost what they cost"
+    assert (quieter.noises, quieter.rounds) == ("noise=1", 7)
     fresh = Spending(RoundKind(noise=2.0, probability=0.1), **budget)
     assert quieter.most_rounds is not None
     assert fresh.most_rounds is not None
@@ -325,6 +335,8 @@ def test_what_was_spent_is_spent_after_a_resume() -> None:
     third = Spending(kind, **budget)
     third.restore(quieter.state())
     assert third.epsilon_after(0) == pytest.approx(whole.epsilon_after(0), rel=1e-12)
+    quieter.take(())
+    assert (quieter.noises, fresh.noises) == ("noise=1 and noise=2", "noise=2")
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "adaptive:0", "adaptive:1", "adaptive:x", "much"])

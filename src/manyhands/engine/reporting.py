@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.data.store.atomic import WriteFailed
-from manyhands.data.store.checkpoint import CheckpointStore, Snapshot
+from manyhands.data.store.checkpoint import CheckpointStore, Loaded, Snapshot
 from manyhands.engine.computing import TrainingPlan
 from manyhands.engine.exchange import ExchangeState, Meter, MicrobatchTime, PeerTraffic, Traffic
 from manyhands.engine.loss_scaling import LossScale
@@ -33,6 +33,7 @@ __all__ = [
     "WorkerContext",
     "WorkerNote",
     "is_due",
+    "kept_weights",
 ]
 
 _ROWS_EVERY_S = 0.1
@@ -280,7 +281,7 @@ class Reporter:
             {"early_stopping": self._patience.state()} if self._patience is not None else {}
         )
         if self._best is not None and self._best.weights is not None:
-            kept["best"] = self._best.state()
+            kept["best"] = {**self._best.state(), "newest": self._best.count.better(self._evaluated)}
         if self._scale is not None:
             kept["loss_scale"] = self._scale.state()
         return {**kept, **({"scheduler": self._scheduler.state_dict()} if self._scheduler else {})}
@@ -335,7 +336,16 @@ class BestWeights:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.count.restore(state["count"])
-        self.weights = dict(state["weights"])
+        if self.count.best_step:  # else by another metric
+            self.weights = dict(state["weights"])
+
+
+def kept_weights(loaded: Loaded) -> tuple[int, dict[str, torch.Tensor]]:
+    """The weights that a run with this checkpoint as its last ends with, and the steps that they have seen."""
+    best = loaded.extra.get("best")
+    if best is None or best.get("newest", False):
+        return loaded.step, loaded.model
+    return int(best["count"]["best_step"]), best["weights"]
 
 
 def is_due(before: int, step: int, every: int) -> bool:

@@ -26,7 +26,7 @@ from manyhands.engine.computing import TrainingPlan
 from manyhands.engine.exchange import SentFor
 from manyhands.engine.kernel_task import AnyTask
 from manyhands.engine.options import Options
-from manyhands.engine.reporting import WorkerNote
+from manyhands.engine.reporting import WorkerNote, kept_weights
 from manyhands.engine.request import Request
 from manyhands.engine.run import RowsInOrder
 from manyhands.errors import UserError
@@ -176,17 +176,19 @@ class Training(ABC):
 
     def kept_step(self, directory: RunDirectory) -> int:
         """The step that a resumed run would begin after; 0 where nothing is kept."""
-        return (Training.kept(directory, None, None) or (0,))[0]
+        try:
+            return directory.checkpoints().load().step
+        except NoCheckpoint:
+            return 0
 
     @classmethod
     def kept(cls, directory: RunDirectory, task: Any, strategy: Any) -> tuple[int, dict[str, Tensor]] | None:
-        """The newest weights in a run's directory, and the steps they have seen; None where none were kept."""
+        """The weights that a run's directory ends with, and the steps they have seen; None where none were kept."""
         del task, strategy
         try:
-            loaded = directory.checkpoints().load()
+            return kept_weights(directory.checkpoints().load())
         except NoCheckpoint:
             return None
-        return loaded.step, loaded.model
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -80,8 +80,8 @@ class Export:
 def load(path: str | Path, task: Task | None = None) -> nn.Module:
     """The module of a run with its newest weights, or of a file of `manyhands export`; in evaluation mode, on the CPU.
 
-    `task` is needed for a Task of your own, whose model only you can build. Nothing in the files is executed, and the
-    data that it was trained on need not be there.
+    Of a run with `restore_best` they are those of its best evaluation. `task` is needed for a Task of your own, whose
+    model only you can build. Nothing in the files is executed, and the data that it was trained on need not be there.
     """
     place = Path(path)
     if place.is_dir():

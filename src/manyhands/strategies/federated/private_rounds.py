@@ -14,7 +14,8 @@ from __future__ import annotations
 import logging
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any, Final
@@ -74,15 +75,23 @@ def _one_round(kind: RoundKind) -> tuple[Any, Any]:
     if kind.probability < 1:
         event = dp_accounting.PoissonSampledDpEvent(kind.probability, event)
     accountant = dp_accounting.rdp.RdpAccountant()
-    # Without the package's warnings of orders that it leaves out: epsilon is the least of all the others.
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
+    with _silent():
         accountant.compose(event)
-    finally:
-        logger.setLevel(level)
     return accountant.orders, accountant.rdp
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Without the package's warnings of orders that it leaves out: epsilon is the least of all the others."""
+    root, absl, none = logging.getLogger(), logging.getLogger("absl"), logging.NullHandler()
+    level = absl.level
+    absl.setLevel(logging.ERROR)
+    root.addHandler(none)  # or absl would give the process one that prints
+    try:
+        yield
+    finally:
+        root.removeHandler(none)
+        absl.setLevel(level)
 
 
 def epsilon_of(played: Mapping[RoundKind, int], delta: float) -> float:
@@ -95,7 +104,8 @@ def epsilon_of(played: Mapping[RoundKind, int], delta: float) -> float:
             divergences = divergences + rounds * one
     if orders is None:
         return 0.0
-    found, _ = dp_accounting.rdp.compute_epsilon(orders, divergences, delta)
+    with _silent():
+        found, _ = dp_accounting.rdp.compute_epsilon(orders, divergences, delta)
     return float(found)
 
 
@@ -151,6 +161,12 @@ class Spending:
     @property
     def rounds(self) -> int:
         return int(self._rounds.max()) + sum(self._before.values())
+
+    @property
+    def noises(self) -> str:
+        """The noise of the rounds so far, one after another where a resumed run has another; or of those to come."""
+        kinds = [*self._before, *([self._kind] if self._rounds.any() or not self._before else [])]
+        return " and ".join(dict.fromkeys(f"noise={kind.noise:g}" for kind in kinds))
 
     def take(self, chosen: Sequence[int]) -> None:
         self._rounds[list(chosen) if self._apart else 0] += 1
@@ -313,17 +329,26 @@ class PrivacyTerms:
         adapts = self.rule is not None and self.rule.quantile is not None
         return RoundNoise.of(self.noise, cohort, bound=bound, adapts=adapts)
 
-    def limits(self, per_round: int, fixed: FixedPoint | None) -> tuple[float, float]:
-        """Between which the clip's bound must stay: with a secure sum it has a smallest step and a largest number."""
+    def limits(
+        self, per_round: int, fixed: FixedPoint | None, fewest: int | None = None
+    ) -> tuple[float, float]:
+        """Between which the clip's bound must stay: with a secure sum it has a smallest step and a largest number.
+
+        `fewest` clients may make a sum, where a round may begin with fewer than `per_round`: their shares are larger.
+        """
         if fixed is None:
             return 0.0, math.inf
         if self.noise == 0 or self.noise_by == SERVER:
             return fixed.step, fixed.clip
         # Clients add noise: it takes enough steps, and capacity for its tail.
-        share = self.round_noise(float(per_round), 1.0).update / math.sqrt(fewest_clients(per_round))
-        return LEAST_STEPS * fixed.step / share, fixed.clip / (1.0 + TAIL * share)
+        usual, noise = fewest_clients(per_round), self.round_noise(float(per_round), 1.0).update
+        fewest = usual if fewest is None else fewest
+        least = LEAST_STEPS * fixed.step * math.sqrt(max(usual, fewest)) / noise
+        return least, fixed.clip / (1.0 + TAIL * noise / math.sqrt(min(usual, fewest)))
 
-    def check_clients(self, clients: int, per_round: int, fixed: FixedPoint | None) -> None:
+    def check_clients(
+        self, clients: int, per_round: int, fixed: FixedPoint | None, fewest: int | None = None
+    ) -> None:
         """UserError where the promise is void for so many clients, or the fixed point cannot hold the noise."""
         if self.noise and self.delta * clients >= 1:
             raise UserError(
@@ -332,7 +357,7 @@ class PrivacyTerms:
             )
         if self.rule is None:
             return
-        least, most = self.limits(per_round, fixed)
+        least, most = self.limits(per_round, fixed, fewest)
         bound = self.rule.bound
         if least > most or (self.rule.quantile is None and not least <= bound):
             raise UserError(
@@ -368,18 +393,19 @@ class PrivateRounds:
         seed: int,
         *,
         known: bool = False,
+        fewest: int | None = None,
     ) -> None:
-        """For so many clients; `fixed` is that of the secure sum, where there is one.
+        """For so many clients; `fixed` is that of the secure sum, where there is one, of `fewest` clients.
 
         Where it is `known` who is in which round, as with secure sums, each client is counted by its own.
         """
         rule = terms.rule
         assert rule is not None, "without a clip nothing is private"
         assert terms.noise or not terms.epsilon, "noise follows from epsilon before"
-        terms.check_clients(clients, per_round, fixed)
+        terms.check_clients(clients, per_round, fixed, fewest)
         self._terms, self._clients, self._seed = terms, clients, seed
         self._quantile = rule.quantile
-        self._least, self._most = terms.limits(per_round, fixed)
+        self._least, self._most = terms.limits(per_round, fixed, fewest)
         self.bound = self._allowed(rule.bound)
         self.ended = ""  # why no round may follow, once that is known
         self.draws_itself: Final = terms.poisson  # whether `drawn` says who takes part
@@ -458,8 +484,8 @@ class PrivateRounds:
         if spending is None:
             return found
         against = "the server and everybody else" if terms.noise_by == CLIENTS else "everybody but the server"
-        spent = f"{spending.summary()} with noise={terms.noise:g}, at delta={terms.delta:g}"
-        words = f"privacy of each client, against {against}: {spent}"
+        words = f"privacy of each client, against {against}: {spending.summary()} with {spending.noises}, "
+        words += f"at delta={terms.delta:g}"
         if spending.most_rounds is not None:
             words += f", of a budget of {terms.epsilon:g}"
         if terms.randomness == SEED:

@@ -211,8 +211,8 @@ class Federated(Strategy):
         not_with = ""
         if algorithm.cannot_drop_clients:
             not_with = f"algorithm={self.algorithm}: {algorithm.cannot_drop_clients}"
-        elif self.clip != "no":
-            not_with = f"clip={self.clip} yet"
+        elif self._clipping:
+            not_with = f"{self._clipping} yet"
         for name in ("over", "dropout", "deadline", "min_reports"):
             value = getattr(self, name)
             if not_with and value != Federated.__dataclass_fields__[name].default:
@@ -230,7 +230,7 @@ class Federated(Strategy):
                 f"federated personal={self.personal}: not with algorithm={self.algorithm}: each client has a model of "
                 "its own already; leave one of the two out"
             )
-        if self.noise and (tunes or self.held_out):
+        if (self.noise or self.epsilon) and (tunes or self.held_out):
             given = f"personal={self.personal}" if tunes else f"held_out={self.held_out:g}"
             raise UserError(
                 f"federated {given}: with noise nothing is reported about single clients, so its result would not be "
@@ -264,9 +264,9 @@ class Federated(Strategy):
 
     def _check_bounds(self, algorithm: FederatedAlgorithm) -> None:
         clips = self.privacy.rule is not None
-        if clips and not algorithm.sums_only:
+        if self._clipping and not algorithm.sums_only:
             raise UserError(
-                f"federated clip={self.clip}: algorithm={self.algorithm} uses more of a client than its summed "
+                f"federated {self._clipping}: algorithm={self.algorithm} uses more of a client than its summed "
                 "update, and clip bounds only that; use fedavg, fedsgd, fedprox, fedadam, fedyogi or fedadagrad"
             )
         if clips and self.partition != NATURAL:
@@ -275,7 +275,7 @@ class Federated(Strategy):
             check_norm_ratio(self.norm_ratio)
         if self.seen_norm_ratio == self.norm_ratio or self.norm_ratio == _NORM_RATIO:
             return
-        why = f"clip={self.clip}, which bounds every update's norm"
+        why = f"{self._clipping}, which bounds every update's norm"
         if self.secure:
             why = "secure=yes: the server sees no norm, and range= and max_samples= bound what a client sends"
         raise UserError(f"federated norm_ratio={self.norm_ratio:g}: not with {why}; leave it out")
@@ -283,7 +283,13 @@ class Federated(Strategy):
     @property
     def seen_norm_ratio(self) -> float:
         """`norm_ratio` where the server sees norms and bounds them no other way; else 0."""
-        return 0.0 if self.secure or self.clip != "no" else self.norm_ratio
+        return 0.0 if self.secure or self._clipping else self.norm_ratio
+
+    @property
+    def _clipping(self) -> str:
+        """The setting that has updates clipped, as it was given; empty: they are not."""
+        given = f"epsilon={self.epsilon:g}" if self.epsilon else ""
+        return given if self.clip == "no" else f"clip={self.clip}"
 
     @property
     def privacy(self) -> PrivacyTerms:

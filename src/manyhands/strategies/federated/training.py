@@ -49,6 +49,11 @@ class FederatedTraining(ExchangeTraining):
             if wanted:
                 why = f"task.{name}: clients of strategy {strategy} train plain batches; leave it out"
                 raise UserError(why)
+        if request.plan.restore_best and strategy.gives_own_models:
+            raise UserError(
+                f"restore_best: under {strategy} each client has a model of its own after the last round, and none "
+                "of an earlier one; leave it out"
+            )
         found = split_over(strategy, task, request.plan.seed)
         if strategy.secure:
             need_cryptography()

@@ -29,7 +29,7 @@ from manyhands.strategies.federated.deployed.run_files import DeviceState, from_
 from manyhands.strategies.federated.privacy_noise import RoundNoise, clipped, system_draws
 from manyhands.strategies.federated.private_rounds import CLIENTS
 from manyhands.strategies.federated.secure import primitives as crypto
-from manyhands.strategies.federated.secure.fixedpoint import LOSS_ITEMS, FixedPoint, words_of
+from manyhands.strategies.federated.secure.fixedpoint import LOSS_ITEMS, words_of
 from manyhands.strategies.federated.secure.primitives import ProtocolRefused, public_identity
 from manyhands.strategies.federated.secure.secure_messages import SecureTerms
 from manyhands.strategies.federated.secure.secure_protocol import SecureClient, SecureStage
@@ -136,21 +136,20 @@ def enrol(send: protocol.SendRequest, state: DeviceState, token: str | None, add
 
 
 def terms_from(sent: Any, items: int, strategy: Federated) -> tuple[SecureTerms, dict[int, bytes]]:
-    """What a device makes of `terms_as_json`, and the roster; ProtocolRefused where it would not be safe."""
+    """What a device makes of `terms_as_json`, and the roster; ProtocolRefused where it would not be safe.
+
+    How numbers become words it knows from the plan: a server that could choose that could cut off a device's noise.
+    """
+    if sent is None:
+        raise ProtocolRefused("the server asks for the update itself, and not for its part of a secure sum")
     try:
         roster = {int(client): from_hex(key, crypto.KEY_BYTES) for client, key in sent["roster"].items()}
-        fixed = FixedPoint(
-            clip=float(sent["clip"]),
-            bits=int(sent["bits"]),
-            max_weight=min(int(sent["max_weight"]), strategy.fixed_point.max_weight),
-            ring=int(sent["ring"]),
-        )
         terms = SecureTerms(
             round_id=from_hex(sent["round_id"], crypto.KEY_BYTES),
             clients=len(roster),
             threshold=int(sent["threshold"]),
             length=int(sent["length"]),
-            fixed=fixed,
+            fixed=strategy.fixed_point,
         )
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError, MessageRejected) as error:
         raise ProtocolRefused(f"the terms of the secure sum are invalid: {error}") from error
@@ -240,8 +239,8 @@ class Device:
                 if not update.is_finite:
                     self._notify("its update is not finite, and is not sent")
                     self._request("POST", f"/leave/{attempt}")
-                elif "secure" in work:
-                    self._take_part(attempt, update, work["secure"])
+                elif self._plan.strategy.secure:
+                    self._take_part(attempt, update, work.get("secure"))
                 else:
                     self._report(attempt, update)
                 self._after = max(self._after, attempt)

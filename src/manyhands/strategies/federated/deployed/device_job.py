@@ -251,7 +251,9 @@ class FederatedJob:
             return None
         fixed = strategy.fixed_point if strategy.secure else None
         per_round = self.terms.asks if strategy.secure else strategy.per_round(strategy.clients)
-        return PrivateRounds(_known(strategy), strategy.clients, per_round, fixed, self.seed, known=True)
+        about = _known(strategy), strategy.clients, per_round, fixed, self.seed
+        # A round begins with as few devices as are there, and each adds more noise.
+        return PrivateRounds(*about, known=True, fewest=self.terms.minimum if strategy.secure else None)
 
     @property
     def terms(self) -> RoundTerms:

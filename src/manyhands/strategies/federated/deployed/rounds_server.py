@@ -63,15 +63,11 @@ class SecureAttempt:
 
     @property
     def terms_as_json(self) -> dict[str, Any]:
-        terms, fixed = self.terms, self.terms.fixed
+        terms = self.terms
         return {
             "round_id": terms.round_id.hex(),
             "threshold": terms.threshold,
             "length": terms.length,
-            "clip": fixed.clip,
-            "bits": fixed.bits,
-            "max_weight": fixed.max_weight,
-            "ring": fixed.ring,
             "roster": {str(client): key.hex() for client, key in self._roster.items()},
         }
 

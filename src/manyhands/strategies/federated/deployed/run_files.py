@@ -28,9 +28,12 @@ from manyhands.data.store.tensorfile import encode_tensors, read_tensors
 from manyhands.errors import DataError, UserError
 from manyhands.native.closeable import Closeable
 from manyhands.strategies.federated.deployed.protocol import MessageRejected, body_hash, enrolment_text
+from manyhands.strategies.federated.private_rounds import CLIENTS
 from manyhands.strategies.federated.round_core import RoundState, as_json, state_of
 from manyhands.strategies.federated.secure import primitives as crypto
 from manyhands.strategies.federated.secure.primitives import KEY_BYTES, ProtocolRefused
+from manyhands.strategies.federated.strategy import Federated
+from manyhands.strategy import Strategy
 from manyhands.wire.parcels import Parcel
 
 __all__ = ["DeviceState", "ServerFiles", "from_hex"]
@@ -255,6 +258,7 @@ class DeviceState:
         self._directory = RunDirectory.open(self.path)
         before, now = fingerprint(self._directory.config), fingerprint({**config, "samples": 0})
         conflict = fingerprint({**self._directory.config, "samples": 0}).conflict(now)
+        conflict = conflict or _less_private(str(self._directory.config["strategy"]), str(config["strategy"]))
         if conflict is not None:
             self.close()
             raise UserError(f"--out {self.path}: holds another run of {before.task!r}: {conflict}")
@@ -318,6 +322,23 @@ class DeviceState:
         if self._directory is not None:
             self._directory.close()
             self._directory = None
+
+
+def _less_private(before: str, now: str) -> str | None:
+    """Why a strategy protects a device from the server less than the one that it began with; None: it does not."""
+
+    def protections(text: str) -> list[str]:
+        strategy = Strategy.parse(text)
+        if not isinstance(strategy, Federated) or not strategy.secure:
+            return []
+        noised = strategy.noise > 0 and strategy.noise_by == CLIENTS
+        return ["secure=yes", "noise_by=clients"] if noised else ["secure=yes"]
+
+    left = protections(now)
+    gone = next((one for one in protections(before) if one not in left), None)
+    return (
+        gone and f"the server has given up {gone}, which protected this device from it; resume it with that"
+    )
 
 
 def _identity(path: Path) -> bytes:
