@@ -170,6 +170,54 @@ def test_a_killed_server_without_a_copy_goes_back_to_its_snapshot(tmp_path: Path
     assert distance(ended(folder, 1)["weights"], ended(folder)["weights"]) == 0
 
 
+def test_a_server_that_is_killed_after_a_resume_goes_back_to_the_checkpoint(
+    tmp_path: Path, alone: dict[str, dict[str, Any]]
+) -> None:
+    folder, kept = tmp_path / "ours", tmp_path / "run"
+    launch(folder, "ps", 2, until=1)
+    done = launch(folder, "ps", 2, kept, kill=[2, 1, 0], pause_s=0.01)  # before the first step
+    assert "every shard recovered after" in done.stderr
+    assert distance(ended(folder)["weights"], alone["all"]["weights"]) < 1e-9
+
+
+def test_a_worker_that_is_killed_long_after_a_resume_finds_the_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "ours"
+    launch(folder, "ps", 2, until=1)
+    done = launch(folder, "ps", 2, kill=[1, 4, 2], epochs=6, until=6)  # three checkpoints later
+    assert "was killed by SIGKILL" in done.stderr, "nobody was killed"
+    run(tmp_path / "alone", sys.executable, epochs=6, until=6)
+    assert distance(ended(folder, 1)["weights"], ended(tmp_path / "alone")["weights"]) < 1e-9
+
+
+STATES = """
+import manyhands as mh
+from manyhands.errors import UserError
+from torch import nn, optim
+
+model = nn.Linear(2, 1)
+optimizer = optim.Adam(model.parameters())
+state = optimizer.state_dict()
+with mh.join() as group:
+    model, optimizer = group.prepare(model, optimizer)
+    asked = optimizer.state_dict, lambda: optimizer.load_state_dict(state), lambda: model.load_state_dict(whole)
+    whole = model.state_dict()
+    for one in asked:
+        try:
+            one()
+        except UserError as error:
+            assert "use group.save and group.load" in str(error)
+        else:
+            raise AssertionError("it was lost without a word")
+optimizer.load_state_dict(state)
+"""
+
+
+def test_states_that_the_servers_have_are_not_those_of_a_worker(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(STATES)
+    run(tmp_path, BIN / "manyhands", "launch", "--workers", "1", "--strategy", "ps", script=script)
+
+
 def test_hogwild_workers_share_one_memory(tmp_path: Path) -> None:
     launch(tmp_path / "ours", "hogwild", 3, **NO_CLIP)
     found = [ended(tmp_path / "ours", rank) for rank in range(3)]

@@ -55,6 +55,9 @@ class Worker:
     def in_worker_0s_order(self, draw: Callable[[], Any], generators: Sequence[torch.Generator]) -> Any:
         return draw()
 
+    def count_reading(self) -> None:
+        pass
+
     def all_have_a_batch(self, mine: bool) -> bool:
         return mine
 

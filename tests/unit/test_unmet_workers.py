@@ -5,6 +5,7 @@ finds.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,14 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed import HashStore
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    ExponentialLR,
+    LRScheduler,
+    SequentialLR,
+    StepLR,
+)
 
 from manyhands.engine.computing import Built
 from manyhands.engine.loop_end import GroupStore, changed_settings, plain_settings, settings_text
@@ -102,10 +110,25 @@ def test_workers_at_batches_of_their_own_exchange_nothing() -> None:
     assert talk(alone) == ([2.0], [1.0, 1.0], [8, 8, 8])
 
 
-def test_a_schedule_counts_the_batches_of_the_others() -> None:
+def step_by_step(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    return StepLR(optimizer, 1, gamma=0.5)
+
+
+def one_after_another(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    return SequentialLR(optimizer, [step_by_step(optimizer), ExponentialLR(optimizer, 0.5)], milestones=[50])
+
+
+def together(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    return ChainedScheduler([step_by_step(optimizer), ConstantLR(optimizer, 1.0)])
+
+
+@pytest.mark.parametrize("make", [step_by_step, one_after_another, together])
+def test_a_schedule_counts_the_batches_of_the_others(
+    make: Callable[[torch.optim.Optimizer], LRScheduler],
+) -> None:
     def worker(store: GroupStore, batches: list[int]) -> list[float]:
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-        scheduler, schedule, rates = StepLR(optimizer, 1, gamma=0.5), LoopSchedule(store), []
+        scheduler, schedule, rates = make(optimizer), LoopSchedule(store), []
         schedule.schedulers.append(scheduler)
         for index in batches:
             schedule.asked_for_more()

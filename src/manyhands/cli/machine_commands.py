@@ -29,9 +29,7 @@ class _LaunchOptions:
     cluster: str | None = option(
         None, "Where they are started: ray, auto or ray://HOST:PORT.", shown="this host"
     )
-    strategy: str | None = option(
-        None, "Strategy: mirrored, central, local or allreduce, with settings.", shown="mirrored"
-    )
+    strategy: str | None = option(None, "Any strategy but federated, with settings.", shown="mirrored")
     device: str | None = option(None, "cpu or cuda; with cuda, workers take the GPUs in order.", shown="cpu")
     out: Path | None = option(None, "Write the run's events to this new directory, for show and explain.")
     allow_overload: AllowOverload = False

@@ -70,6 +70,7 @@ class LoopEnd(Exchange):
     batch: int = 0  # the batch that this worker computes next, where it has all of it
     clock: int = 0  # how many updates there were in this worker's place before the next one
     store: GroupStore
+    holds_state: ClassVar[bool] = True  # or other processes have the parameters and the optimizer's state
     # Runs the script in the processes of a strategy that has others besides workers; None: in workers alone
     launch: ClassVar[Callable[..., tuple[bool, dict[str, Any]]] | None] = None
 
@@ -88,6 +89,10 @@ class LoopEnd(Exchange):
 
     def enter(self) -> None:
         """Called before the forward of a batch of this worker: where steps are taken in an order, wait for it."""
+
+    def stop_requested(self) -> bool:
+        """Whether the launcher asks to stop, and leaves time for it."""
+        return False
 
     @abstractmethod
     def push(self, weight: float, settings: Mapping[str, Any]) -> None:

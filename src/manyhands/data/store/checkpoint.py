@@ -27,7 +27,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from io import BufferedReader
@@ -136,12 +136,15 @@ class Loaded:
 
 
 class CheckpointStore:
-    """The checkpoints of one run: the last `keep` and the best. One process saves; any may load meanwhile."""
+    """The checkpoints of one run: the last `keep`, the best and `spared` steps.
 
-    def __init__(self, folder: Path, keep: int = 3) -> None:
+    One process saves; any may load meanwhile.
+    """
+
+    def __init__(self, folder: Path, keep: int = 3, spared: Collection[int] = ()) -> None:
         if keep < 1:
             raise UserError(f"keep is {keep}; it must be at least 1")
-        self.folder, self.keep = Path(folder), keep
+        self.folder, self.keep, self.spared = Path(folder), keep, frozenset(spared)
 
     def path_of(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
@@ -195,7 +198,7 @@ class CheckpointStore:
             SavedStep(step=step, score=manifest.score if manifest else None, intact=manifest is not None)
             for step, manifest in found
         ]
-        for step in rotated_out(entries, snapshot.step, self.keep, spare_from):
+        for step in set(rotated_out(entries, snapshot.step, self.keep, spare_from)) - self.spared:
             with suppress(OSError):  # the checkpoint asked for is safe; the next save tries again
                 self._remove(self.path_of(step))
         return target

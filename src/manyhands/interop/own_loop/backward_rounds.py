@@ -283,6 +283,9 @@ class Rounds:
         found = self.exchange.optimizer_state() if self._states is None else self._states.optimizer_state()
         return found or {}
 
+    def load_model(self, state: Mapping[str, torch.Tensor]) -> None:
+        self.require_model().load_state_dict(state)
+
     def load_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         load = restore_optimizer if self._states is None else self._states.load_optimizer
         load(optimizer, state)
@@ -305,6 +308,9 @@ class Rounds:
             return draw()
         finally:
             torch.set_rng_state(mine[0])
+
+    def count_reading(self) -> None:
+        """A prepared loader is about to be read."""
 
     def all_have_a_batch(self, mine: bool) -> bool:
         return all(word.value for word in self.words.meet(Call.EPOCH, float(mine)))

@@ -87,7 +87,7 @@ def choose(requested: Strategy | None, hosts: Hosts) -> Strategy:
     world = sum(map(len, hosts))
     if requested is not None and requested.facts.instead_of_own_loop:
         raise UserError(
-            f"strategy={requested} does not support a loop of your own; use mirrored, central or allreduce, or "
+            f"strategy={requested} does not support a loop of your own; use another strategy, or "
             f"{requested.facts.instead_of_own_loop}"
         )
     if requested is not None and requested.most_workers is not None and world > requested.most_workers:
@@ -101,6 +101,7 @@ def choose(requested: Strategy | None, hosts: Hosts) -> Strategy:
 def connect(place: ProcessPlace, name: str, requested: Strategy | None, timeout_s: float) -> GroupConnection:
     """Collective: connect to the other workers of the group `name`; every wait lasts at most `timeout_s`."""
     if place.world == 1:
+        choose(requested, [[0]])  # rejects what no loop can mean, on several workers as alone
         alone, words = Strategy.parse(_ALONE), Words(AloneCollective())
         return GroupConnection(strategy=alone, words=words, exchange=SingleExchange())
     loop: type[LoopEnd] | None = STRATEGIES[requested.word].load_loop() if requested is not None else None

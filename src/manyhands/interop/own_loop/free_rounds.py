@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau
 
 from manyhands.data.batches import split
 from manyhands.data.store.checkpoint import Loaded
@@ -140,6 +140,7 @@ class FreeRounds(Rounds):
         words.position = self._position
         words.is_apart = lambda: not self.synchronous and self.readings.passed is not None
         self._drawn = 0  # batches of the training that were drawn from loaders, of all workers
+        self._begun = 0  # how often a loader was read for the training
         self._start = 0  # of those, how many a predecessor had done
         self._draws = 0  # how often an order of samples was drawn
         self._unstepped = False  # a batch was handed out, and no step followed
@@ -151,6 +152,7 @@ class FreeRounds(Rounds):
         self._clip: float | None = None
         self._first_settings: list[dict[str, Any]] = []
         self._in_backward = False
+        self._passes_states = False  # states go in and out as they are
 
     def attach(self, models: Sequence[nn.Module], optimizer: Optimizer, buffers: str) -> None:
         """Give every worker the parameters of the group; a process that serves does not return."""
@@ -168,6 +170,8 @@ class FreeRounds(Rounds):
             if parameter.requires_grad:
                 self._hooks.callback(parameter.register_hook(self._on_gradient).remove)  # type: ignore[no-untyped-call]
         self._hooks.callback(optimizer.register_step_pre_hook(self._on_step).remove)
+        if not end.holds_state:
+            self._refuse_states(models, optimizer)
         known = end.store.find(f"pace/{self.rank}")
         if end.clock and known is not None:
             self._pace = tuple(json.loads(known))
@@ -181,7 +185,8 @@ class FreeRounds(Rounds):
             )
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> None:
-        self._schedule.schedulers.append(scheduler)
+        if not isinstance(scheduler, ReduceLROnPlateau):  # a step of that belongs to a metric, not to a batch
+            self._schedule.schedulers.append(scheduler)
 
     @contextmanager
     def holding(self) -> Iterator[None]:
@@ -220,6 +225,9 @@ class FreeRounds(Rounds):
     def worker_0s_draws(self) -> Draws:
         return Draws.from_content(_unpacked(self._agreed(_packed(Draws().content()))))
 
+    def count_reading(self) -> None:
+        self._begun += self._trains
+
     def all_have_a_batch(self, mine: bool) -> bool:
         return mine
 
@@ -242,8 +250,16 @@ class FreeRounds(Rounds):
 
     def optimizer_state(self, folder: Path) -> Mapping[str, Any] | None:
         """Collective: the optimizer's state on worker 0; None where a predecessor has done this."""
-        with self._once("save") as again:
+        with self._once("save") as again, self._passing_states():
             return None if again else self.exchange.save(folder, self.require_model())
+
+    def load_model(self, state: Mapping[str, Tensor]) -> None:
+        with self._passing_states():
+            super().load_model(state)
+
+    def load_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        with self._passing_states():
+            super().load_optimizer(optimizer, state)
 
     def loaded(self, folder: Path, loaded: Loaded) -> None:
         with self._once("load") as again:
@@ -282,6 +298,32 @@ class FreeRounds(Rounds):
         yield store.find(mark) is not None
         store.put(mark, b"1")
 
+    def _refuse_states(self, models: Sequence[nn.Module], optimizer: Optimizer) -> None:
+        """Reject what would change, or read, only this worker's copy of what the servers have."""
+
+        def refuse(*_: Any) -> None:
+            if not self._passes_states:
+                raise UserError(
+                    "the servers have the optimizer's state and the parameters, which a state_dict of this worker's "
+                    "optimizer would lack and load_state_dict would not change; use group.save and group.load"
+                )
+
+        untyped: list[Any] = list(models)
+        for handle in (
+            optimizer.register_state_dict_pre_hook(refuse),
+            optimizer.register_load_state_dict_pre_hook(refuse),
+            *(one.register_load_state_dict_pre_hook(refuse) for one in untyped),
+        ):
+            self._hooks.callback(handle.remove)
+
+    @contextmanager
+    def _passing_states(self) -> Iterator[None]:
+        self._passes_states = True
+        try:
+            yield
+        finally:
+            self._passes_states = False
+
     @property
     def _trains(self) -> bool:
         """Whether what is read from now on is for the training."""
@@ -293,8 +335,12 @@ class FreeRounds(Rounds):
         return self._drawn if passed is None else passed
 
     def _position(self) -> str:
-        """A successor passes over a batch: what was exchanged inside must not count among what comes after it."""
-        return f"{self._passed()}{'' if self.readings.passed is None else ' inside'}"
+        """A successor passes over a batch: what was exchanged inside must not count among what comes after it.
+
+        Who has batches of its own may leave a loop at another one than the others: there, loops count.
+        """
+        place = str(self._passed()) if self.synchronous else f"loop {self._begun}"
+        return f"{place}{'' if self.readings.passed is None else ' inside'}"
 
     def _own_part(self, size: int) -> Turn | None:
         index, self._drawn = self._drawn, self._drawn + 1
@@ -318,8 +364,8 @@ class FreeRounds(Rounds):
         self._unstepped = True
         self._schedule.handed_out(part.index)
         self.exchange.enter()
-        stop = self.exchange.store.find("stop")
-        if stop is not None and (not self.synchronous or part.index >= int(stop)):
+        stop, ends = self.exchange.store.find("stop"), self.exchange.stop_requested()
+        if ends or (stop is not None and (not self.synchronous or part.index >= int(stop))):
             self.is_stopped = True
             self.readings.stop()
 
@@ -410,5 +456,6 @@ class LoopSchedule:
 
 
 def _count(scheduler: LRScheduler) -> int:
-    count: int = scheduler._step_count
-    return count
+    if isinstance(scheduler, ChainedScheduler):  # which counts nothing itself
+        return _count(scheduler._schedulers[0])
+    return int(scheduler.last_epoch)

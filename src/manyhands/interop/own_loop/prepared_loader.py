@@ -69,6 +69,11 @@ class _GroupLoader:
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
 
+    def _begin(self) -> bool:
+        """Whether there is anything to read; counts, so that a worker that has stopped is in the loop of the others."""
+        self._reader.count_reading()
+        return not self.is_stopped
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
@@ -99,7 +104,7 @@ class SharedStreamLoader(_GroupLoader):
                 self._inner = remade(loader, batch_size=size, drop_last=loader.drop_last, collate_fn=collate)
 
     def __iter__(self) -> Iterator[Any]:
-        if self.is_stopped:
+        if not self._begin():
             return
         reader, readings = self._reader, self._reader.readings
         draws = reader.worker_0s_draws() if reader.world > 1 else None
@@ -160,7 +165,7 @@ class OwnStreamLoader(_GroupLoader):
     """
 
     def __iter__(self) -> Iterator[Any]:
-        if self.is_stopped:
+        if not self._begin():
             return
         readings = self._reader.readings
         with readings.open(self) as reading:
@@ -277,7 +282,7 @@ class SplitLoader(_GroupLoader):
         self._inner = remade(loader, batch_sampler=self._shares, **ahead)
 
     def __iter__(self) -> Iterator[Any]:
-        if self.is_stopped:
+        if not self._begin():
             return
         with self._readings.open(self) as reading:
             batches = iter(self._inner)

@@ -66,6 +66,7 @@ class WorkerGroup:
         self._closing = ExitStack()
         self._models: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
+        self._loaded: set[tuple[Path, int]] = set()  # the checkpoints that were loaded
 
     @property
     def is_main(self) -> bool:
@@ -185,7 +186,8 @@ class WorkerGroup:
     ) -> None:
         """Collective, between steps: write a checkpoint of models and optimizers, with `extra` of worker 0.
 
-        Worker 0 writes; all return when it is on disk. The last `keep` stay. `extra` may hold plain values and tensors.
+        Worker 0 writes; all return when it is on disk. The last `keep` stay, and those that were loaded. `extra` may
+        hold plain values and tensors.
         """
         model = self._rounds.require_model()
         self._words.meet(Call.SAVE, step)
@@ -204,7 +206,9 @@ class WorkerGroup:
                 extra={**(extra or {}), **({MEMORY: dict(memory)} if memory else {})},
                 may_hold_infinity=frozenset(name for name, _ in model.named_buffers()),
             )
-            CheckpointStore(Path(folder), keep).save(snapshot)
+            # A process that is started again runs the script from the top, and loads what was loaded.
+            spared = {one for where, one in self._loaded if where == Path(folder).resolve()}
+            CheckpointStore(Path(folder), keep, spared).save(snapshot)
         self._words.meet(Call.SAVE, step)
         self._rounds.clock.start()
 
@@ -213,11 +217,11 @@ class WorkerGroup:
 
         None where there is none yet. Worker 0 decides which it is; all hosts must see the same folder.
         """
-        model = self._rounds.require_model()
+        self._rounds.require_model()
         self._words.meet(Call.LOAD)
         loaded = self._find(CheckpointStore(Path(folder)), step)
         if loaded is not None:
-            model.load_state_dict(loaded.model)
+            self._rounds.load_model(loaded.model)
             many = len(self._optimizers) > 1
             for number, optimizer in enumerate(self._optimizers):
                 self._rounds.load_optimizer(
@@ -225,6 +229,7 @@ class WorkerGroup:
                 )
                 optimizer.zero_grad()
             self._rounds.loaded(Path(folder), loaded)
+            self._loaded.add((Path(folder).resolve(), loaded.step))
         self._words.meet(Call.LOAD)
         self._rounds.clock.start()
         return Resumed(step=loaded.step, extra=loaded.extra) if loaded is not None else None

@@ -75,6 +75,9 @@ class SharedLoop(LoopEnd):
             self._order.enter(self.batch)
             self._inside = True
 
+    def stop_requested(self) -> bool:
+        return self._worker_context.stop_requested()
+
     def push(self, weight: float, settings: Mapping[str, Any]) -> None:
         """Take this worker's own step, by its own optimizer, whose settings are those of the loop."""
         del weight, settings

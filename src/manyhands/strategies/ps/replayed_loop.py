@@ -144,6 +144,7 @@ class ReplayedLoop(LoopEnd):
     """This process's end: a worker in a slot, or the player."""
 
     is_replay: ClassVar[bool] = True
+    holds_state: ClassVar[bool] = False
     _replica: ReplicaModel
     _area: WorkerArea | None = None
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore
@@ -139,6 +139,7 @@ class LoopSession(SlotSession):
 class ServedLoop(LoopEnd):
     """This process's end: a worker in a slot, or a server."""
 
+    holds_state: ClassVar[bool] = False
     _session: LoopSession
     _body: WorkerState
 
@@ -217,7 +218,7 @@ class ServedLoop(LoopEnd):
         self._give(0.0, "", skip=True)
 
     def refresh(self) -> None:
-        self._session.read_again()
+        self._read_again()
 
     def clips(self, model: nn.Module, max_norm: float) -> float | None:
         if not self.synchronous or self.world == 1:
@@ -230,7 +231,7 @@ class ServedLoop(LoopEnd):
         return None
 
     def save(self, folder: Path, model: nn.Module) -> Mapping[str, Any]:
-        self._session.read_again()
+        self._read_again()
         if self.rank:
             return {}
         parts, shards = folder.resolve() / ".shards", self._body.layout.shards
@@ -267,7 +268,7 @@ class ServedLoop(LoopEnd):
         self._loads += 1
         brought = self._all_come(f"loaded {self._loads}", json.dumps(unused).encode())
         self._unused |= set(json.loads(brought[0]))
-        self._session.read_again()
+        self._read_again()
         self._take_work()
 
     def leave(self) -> None:
@@ -280,11 +281,11 @@ class ServedLoop(LoopEnd):
         elif self.rank == 0:
             self._fill_group()
         stopped = self._all_come("stopped", str(self.clock).encode())
-        session.read_again()
+        self._read_again()
         deadline = time.monotonic() + _SAME_VERSION_S
         while len(set(session.versions)) > 1 and time.monotonic() < deadline:
             time.sleep(_LOOK_S)  # the lead has decided on the last steps, and other shards hear of them
-            session.read_again()
+            self._read_again()
         # So that no batch is missing among those that were given out: what nobody computes counts as nothing.
         for _ in range(1 if lag is None else max(map(int, stopped)) - self.clock):
             self.skip()
@@ -317,12 +318,21 @@ class ServedLoop(LoopEnd):
         self.batch = number - sum(unused < number for unused in self._unused)
 
     def _wait_for_work(self) -> None:
-        try:
+        with self._unless_taken():
             self._session.wait_for_work()
+        self._take_work()
+
+    def _read_again(self) -> None:
+        with self._unless_taken():
+            self._session.read_again()
+
+    @contextmanager
+    def _unless_taken(self) -> Iterator[None]:
+        try:
+            yield
         except SlotTaken as taken:
             self._end_well({"samples": 0})
             raise SystemExit(0) from taken
-        self._take_work()
 
     def _give(self, weight: float, settings: str, *, skip: bool = False) -> None:
         self._session.give(weight, settings, skip=skip)

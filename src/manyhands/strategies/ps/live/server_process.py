@@ -347,6 +347,8 @@ class _Server:
                     self._apply(row, settings)
                 case Adopt(shard=shard, settings=settings):
                     self._stores.load_checkpoint(shard, **json.loads(settings))
+                    if self._is_primary(shard) and self._job.plan.checkpoint_every:
+                        self._due.add(shard)  # or a successor would begin without it
                 case SendMessage(to=to, message=message):
                     self._send(to, message)
                 case Keep():
