@@ -249,3 +249,9 @@ def test_speed_is_measured_of_an_own_model_too() -> None:
     ]
     assert all(row["inputs_per_s"] > 0 for row in result["rows"])
     assert result["rows"][0]["agreement"] == 1.0
+
+
+def test_weights_of_servers_that_are_not_those_of_the_task_get_a_sentence(tmp_path: Path) -> None:
+    mh.fit(own_models.cnn(), "ps", workers=1, steps=2, out=tmp_path / "run")
+    with pytest.raises(mh.errors.UserError, match=r"do not fit the task's model: .* is missing"):
+        open_predictor(tmp_path / "run", own_models.transformer())

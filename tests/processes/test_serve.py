@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -139,6 +141,42 @@ def test_the_requests_of_a_worker_that_dies_with_them_are_answered_by_another(se
     asking.join(30)
     connection.close()
     assert [status for status, _ in said] == [200]
+
+
+def test_who_has_asked_before_the_end_is_answered_and_who_asks_after_is_not() -> None:
+    options = ServeOptions(workers=1, batches=BatchLimits(wait_s=0.0, deadline_s=60.0))
+    image, later = np.zeros((8, 8)).tolist(), list[tuple[int, Any]]()
+
+    def ask_once(server: ModelServer) -> tuple[int, Any]:
+        with closing(connected(server)) as connection:
+            return ask(connection, server, [image])
+
+    def until_refused(pid: int, server: ModelServer) -> None:
+        try:
+            while not later:
+                with closing(connected(server)) as connection:
+                    connection.request("GET", "/readyz")
+                    with closing(connection.getresponse()) as answer:
+                        if answer.status == 503:
+                            later.append(ask_once(server))
+        finally:
+            with suppress(
+                ProcessLookupError
+            ):  # on a slow machine it was silent for too long, and is replaced
+                os.kill(pid, signal.SIGCONT)
+
+    with ThreadPoolExecutor() as clients:
+        with ModelServer(predictor(), "a model", options) as server:
+            awaited(lambda: len(answering(server)) == 1, "the worker")
+            ((_, pid),) = answering(server).items()
+            os.kill(pid, signal.SIGSTOP)
+            asking = clients.submit(ask_once, server)
+            awaited(lambda: server.view().workers[0].state == "computing", "it has the request")
+            refusing = clients.submit(until_refused, pid, server)
+        refusing.result(timeout=60)
+        assert asking.result(timeout=60)[0] == 200
+    ((status, said),) = later
+    assert (status, "The server is shutting down" in said["error"]) == (503, True)
 
 
 def test_bad_requests_over_a_real_socket(server: ModelServer) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import manyhands as mh
 import own_models
@@ -21,10 +22,24 @@ from manyhands.serving.batching import BatchLimits
 from manyhands.serving.model_parts import cut_predictor
 from manyhands.serving.model_server import ModelServer, ServeOptions
 from manyhands.serving.opening import open_predictor
+from manyhands.serving.own_predictor import OwnPredictor
 from manyhands.strategy import Strategy
 from manyhands.workloads.predictor import Predictor
 from served_load import asked, connected, ready, under_load
 
+
+def of_rows(model: Callable[[], nn.Module]) -> mh.Task:
+    """A task whose model takes four numbers."""
+    return mh.Task(
+        name="rows",
+        model=model,
+        loss=lambda model, batch: model(batch).square().mean(),
+        data=torch.arange(32.0).reshape(8, 4) / 32,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+
+
+FLAT = of_rows(lambda: nn.Sequential(nn.Flatten(), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)))
 TEXTS = ["ABC", "XYZA", "QRS", "LM", "GHIJK"]
 
 
@@ -33,16 +48,19 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     mh.fit(own_models.cnn(), "single", steps=20, out=folder / "cnn")
     mh.fit(own_models.transformer(), "single", steps=60, out=folder / "transformer")
+    mh.fit(FLAT, "single", steps=1, out=folder / "flat")
     mh.fit(mh.tasks.build("language", layers=2, context=16), "single", steps=2, out=folder / "language")
     return folder
 
 
 def opened(runs: Path, name: str) -> Predictor[Any]:
-    makes = {"cnn": own_models.cnn, "transformer": own_models.transformer}
+    makes = {"cnn": own_models.cnn, "transformer": own_models.transformer, "flat": lambda: FLAT}
     return open_predictor(runs / name, makes[name]() if name in makes else None)
 
 
 def values_for(name: str) -> list[Any]:
+    if name == "flat":
+        return [[0.5, 0.25, -1, 1], [1, 2, 3, 4]]
     if name == "cnn":
         return list((own_models.images(6, seed=3)[0].float() / 16).tolist())
     return (
@@ -59,6 +77,7 @@ def values_for(name: str) -> list[Any]:
         ("transformer", "pipeline stages=3", "fp32"),
         ("transformer", "pipeline stages=2", "bf16"),
         ("transformer", "pipeline stages=2", "int8"),
+        ("flat", "pipeline stages=2 cuts=1", "bf16"),
         ("language", "pipeline stages=2 cuts=2", "fp32"),
         ("cnn", "tensor slices=2", "fp32"),
         ("transformer", "tensor slices=2", "fp32"),
@@ -79,7 +98,7 @@ def test_parts_answer_what_the_whole_model_does(runs: Path, name: str, strategy:
         connection = connected(server)
         status, said = asked(server, values, connection)
         assert status == 200, said
-        if name == "cnn":
+        if name in ("cnn", "flat"):
             np.testing.assert_allclose(said["answers"], expected, rtol=1e-5)
         else:
             assert [one.get("next", one.get("text")) for one in said["answers"]] == [
@@ -206,9 +225,37 @@ def test_a_part_that_is_killed_takes_its_worker_with_it_and_nothing_is_lost_or_m
         ("cnn", "pipeline stages=9", "is a chain of 7 layers; use fewer stages"),
         ("cnn", "pipeline stages=2 cuts=1,2", "2 parts need 1 cuts"),
         ("cnn", "pipeline stages=2 tensor=2", "a served model has stages only; leave tensor out"),
+        ("cnn", "pipeline stages=2 memory=1MiB", "a served model has stages only; leave memory out"),
+        ("cnn", "pipeline stages=2 microbatches=8", "a served model has stages only; leave microbatches out"),
+        ("cnn", "tensor slices=2 link=tcp", "a served model has slices only; leave link out"),
+        ("cnn", "tensor slices=2 data=2", "a served model has slices only; leave data out"),
         ("cnn", "tensor", "say how many slices"),
     ],
 )
 def test_what_cannot_be_cut_gets_a_sentence(runs: Path, name: str, strategy: str, said: str) -> None:
     with pytest.raises(mh.errors.UserError, match=said):
         cut_predictor(opened(runs, name), Strategy.parse(strategy))
+
+
+class Reversed(nn.Module):
+    """One whose chain is not what it computes."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, last)
+
+    def chain(self) -> list[nn.Module]:
+        return [self.two, self.one]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.two(self.one(x))
+        return found
+
+
+@pytest.mark.parametrize(("last", "why"), [(4, "not close"), (3, "after 1 of 2 layers: RuntimeError")])
+def test_a_chain_that_is_not_the_model_is_not_served(last: int, why: str) -> None:
+    predictor = OwnPredictor(Reversed(last), of_rows(lambda: Reversed(last)))
+    with pytest.raises(
+        mh.errors.UserError, match=f"Reversed: its chain does not compute what it does.*{why}"
+    ):
+        cut_predictor(predictor, Strategy.parse("pipeline stages=2"))

@@ -19,6 +19,7 @@ import pytest
 import typer
 
 from manyhands.cli.main import COMMANDS
+from manyhands.serving.batching import BatchLimits
 from manyhands.serving.routes import MODEL_ROUTES
 
 yaml = pytest.importorskip("yaml", reason="PyYAML reads the manifests")
@@ -235,6 +236,12 @@ def test_the_service_reaches_the_pods_of_the_deployment_by_a_name_that_they_answ
     (token,) = container["env"]
     assert token["name"] == "MANYHANDS_TOKEN"
     assert "value" not in token, "it comes from a secret"
+
+
+def test_a_pod_has_the_time_to_answer_what_has_come() -> None:
+    pods = load(DEPLOY / "kubernetes" / "serve.yaml")["spec"]["template"]["spec"]
+    (_, before) = pods["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    assert pods["terminationGracePeriodSeconds"] > int(before) + BatchLimits().deadline_s + 10
 
 
 def served_container(spec: Any) -> Any:

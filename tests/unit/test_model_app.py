@@ -138,7 +138,9 @@ def test_the_description_is_of_every_address_and_every_address_is_described() ->
         other = asked(method="GET" if method == "post" else "POST", path=path)
         assert (other.status_code, "405" in operation["responses"]) == (405, True)
         assert method.upper() in other.headers["allow"]
-    assert asked(method="GET", path="/elsewhere").status_code == 404
+    for method in ("GET", "POST", "PUT"):
+        elsewhere = asked({"inputs": [1]}, method=method, path="/predictions")
+        assert (elsewhere.status_code, "ask with POST /predict" in elsewhere.json()["error"]) == (404, True)
     sent = paths["/predict"]["post"]["requestBody"]["content"]["application/json"]
     assert sent["schema"]["properties"]["inputs"]["maxItems"] == LIMITS.inputs
     assert asked(sent["example"]).json() == {"answers": [2.0]}, "the example is one"
@@ -340,8 +342,8 @@ def test_strangers_are_refused(headers: dict[str, str], method: str, status: int
     answer = asked({"inputs": [1]}, method=method, **headers)
     assert answer.status_code == status
     assert answer.json()["error"].endswith(".")
-    if status == 405:
-        assert answer.headers["allow"] == "POST"
+    assert answer.headers.get("allow") == ("POST" if status == 405 else None)
+    assert answer.headers.get("www-authenticate") == ("Bearer" if status == 401 else None)
 
 
 @pytest.mark.parametrize("depth", [900, 960, 5000])
@@ -441,6 +443,28 @@ def test_who_waits_when_the_server_ends_is_reported() -> None:
     for status, answer in asyncio.run(ask_and_close()):
         assert status == 503
         assert "The server is shutting down" in json.loads(answer)["error"]
+
+
+def test_who_has_come_before_the_end_is_answered() -> None:
+    async def ask_and_end() -> None:
+        switchboard = Switchboard(BatchLimits(wait_s=0.0), ServingTally(0.0), lambda worker: None)
+        ours, theirs = socket.socketpair()
+        switchboard.attach(asyncio.get_running_loop(), 1, ours)
+        asking = asyncio.create_task(switchboard.ask(b'{"inputs": [1]}', 1))
+        await asyncio.sleep(0)
+        switchboard.refuse()
+        assert switchboard.unanswered == 1
+        assert (await switchboard.ask(b'{"inputs": [2]}', 1))[0] == 503
+        with theirs:
+            for said in ({"ready": 7}, [{"status": 200, "answers": [2.0]}]):
+                frame = json.dumps(said).encode()
+                theirs.sendall(LENGTH.pack(len(frame)) + frame)
+                await asyncio.sleep(0.05)
+            assert await asyncio.wait_for(asking, 5) == (200, b'{"answers": [2.0]}')
+        assert (switchboard.unanswered, switchboard.is_ready) == (0, False)
+        switchboard.close()
+
+    asyncio.run(ask_and_end())
 
 
 def test_workers_are_replaced_unless_none_ever_answers() -> None:

@@ -71,13 +71,17 @@ def test_texts_of_several_lengths_are_computed_apart_and_answered_in_order() -> 
         ([], "input 1 has shape 0 (float64); it must be"),
         (7, "input 1 has shape () (int64); it must be"),
         ([1, [2], 3], "input 1 has rows of different lengths; it must be"),
-        ([1, "2", 3], "input 1 has a value that does not fit; it must be"),
-        ([True, False, True], "input 1 has a value that does not fit"),
-        ([1, None, 3], "input 1 has a value that does not fit"),
-        ({"x": 1}, "input 1 has a value that does not fit"),
-        ([1, 2, float("nan")], "input 1 has a number that is not finite or too large"),
-        ([1, 2, 1e300], "input 1 has a number that is not finite or too large"),
-        ([1, 2, 10**400], "input 1 has a value that does not fit"),
+        ([1, "2", 3], "input 1 has a value that does not fit at [1]; it must be"),
+        ([[1, 2, 3], [4, [5], 6]], "input 1 has rows of different lengths; it must be"),
+        ([[1, 2, 3], [4, 5, False]], "input 1 has shape 2×3 (int64); it must be"),
+        ([[1.5, 2, 3], [4, 5, "6"]], "input 1 has a value that does not fit at [1][2]; it must be"),
+        ([True, False, True], "input 1 has a value that does not fit at [0]; it must be"),
+        ([1, None, 3], "input 1 has a value that does not fit at [1]; it must be"),
+        ({"x": 1}, "input 1 has a value that does not fit; it must be"),
+        ("abc", "input 1 has a value that does not fit; it must be"),
+        ([1, 2, float("nan")], "input 1 has a number that is not finite or too large at [2]; it must be"),
+        ([1, 1e300, 2], "input 1 has a number that is not finite or too large at [1]; it must be"),
+        ([1, 2, 10**400], "input 1 has a value that does not fit; it must be"),
     ],
 )
 def test_an_input_of_another_shape_gets_what_was_expected(value: Any, said: str) -> None:
@@ -338,7 +342,9 @@ def without_data(): open("nowhere.csv")
     [
         ("made", "it must be MODULE:NAME, such as my_module:task"),
         ("named_here:", "it must be MODULE:NAME"),
-        ("named_here:mde", "named_here has no 'mde'; allowed: made"),
+        ("named_here:mde", "no 'mde'; allowed: made, without_data; did you mean 'made'?"),
+        ("names_none:task", "no 'task'; nor any other Task, or function that makes one"),
+        ("leaves_here:task", "module leaves_here cannot be imported (SystemExit: 2)"),
         ("named_here:number", "number gives a int; it must be a Task"),
         ("named_here:broken", "broken cannot be called without arguments"),
         ("named_here:without_data", "without_data failed (FileNotFoundError: [Errno 2] No such file"),
@@ -353,6 +359,8 @@ def test_a_task_that_is_not_there_gets_a_sentence(
 ) -> None:
     (tmp_path / "named_here.py").write_text(MODULE)
     (tmp_path / "raises_here.py").write_text("1 / 0")
+    (tmp_path / "leaves_here.py").write_text("import sys; sys.exit(2)")
+    (tmp_path / "names_none.py").write_text("def loss(model, batch): ...")
     (tmp_path / "json.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -6,6 +6,8 @@ import resource
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -13,7 +15,7 @@ import pytest
 
 from manyhands.errors import UserError
 from manyhands.observe.analyse.view import RunView
-from manyhands.serving.connections import Admission, room_here
+from manyhands.serving.connections import Admission, PageConnection, room_here
 from manyhands.serving.hosting import Dashboard
 from manyhands.serving.page_app import MAX_STREAMS, Guard, PageApp
 from views import empty_view, run_view
@@ -277,6 +279,42 @@ def test_the_room_leaves_most_descriptors_to_the_run(limit: int, room: int | Non
         assert 4 <= found <= 300 // 8
     else:
         assert found == room
+
+
+class Unhurried:
+    """In the place of a loop and of a transport: the client reads the answer only when the test says so."""
+
+    def __init__(self, unread: int) -> None:
+        self.unread, self.aborted = unread, False
+        self.later: list[Callable[[], Any]] = []
+
+    def call_later(self, _delay: float, call: Callable[..., Any], *about: Any) -> Any:
+        self.later.append(partial(call, *about))
+        return SimpleNamespace(cancel=lambda: None)
+
+    def get_write_buffer_size(self) -> int:
+        return self.unread
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def test_who_reads_an_answer_slowly_gets_all_of_it_and_who_does_not_read_it_goes() -> None:
+    found = Unhurried(unread=100)
+    connection = PageConnection.__new__(PageConnection)
+    connection.loop = connection.transport = found  # type: ignore[assignment]
+    connection._deadline = None
+    connection._await_request()
+    for unread in (60, 10, 0):  # when the last of it was read, the time for the next request begins
+        found.unread = unread
+        found.later.pop()()
+        assert (found.aborted, len(found.later)) == (False, 1)
+    found.later.pop()()
+    assert found.aborted
+    found.aborted, found.unread = False, 50
+    connection._await_request()
+    found.later.pop()()
+    assert found.aborted, "nothing was read in that time"
 
 
 def test_a_server_of_a_model_has_more_room_and_leaves_half_of_the_descriptors() -> None:

@@ -191,7 +191,8 @@ def check_training(words: Sequence[str]) -> None:
     task, given = words[0], given_options(words)
     workload = None if task.startswith("-") else find(task)
     if workload is None and not task.startswith("-"):
-        raise UserError(f"there is no task {task!r}; {nearest(task, names())}")
+        instead = "train a Task of your own with mh.fit" if ":" in task else nearest(task, names())
+        raise UserError(f"there is no task {task!r}; {instead}")
     if not given.get("strategy"):
         return
     strategy = Strategy.parse(given["strategy"])

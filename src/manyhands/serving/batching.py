@@ -227,12 +227,17 @@ class Switchboard:
         self._connections: dict[int, _WorkerConnection] = {}
         self._number = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._closed = False
+        self._ending = self._closed = False
 
     @property
     def is_ready(self) -> bool:
         """Whether a worker can answer, now or after its batch."""
-        return not self._closed and bool(self.core.free_workers or self.core.busy)
+        return not self._ending and bool(self.core.free_workers or self.core.busy)
+
+    @property
+    def unanswered(self) -> int:
+        """Requests that have no answer yet."""
+        return len(self._asked)
 
     def replicas(self) -> tuple[ReplicaState, ...]:
         # Copies: the page is drawn in another thread.
@@ -259,7 +264,7 @@ class Switchboard:
 
     async def ask(self, body: bytes | bytearray, size: int) -> tuple[int, bytes]:
         """Return status and JSON of the answer to a request of `size` inputs with body `body`."""
-        if self._closed:
+        if self._ending:
             return 503, _ENDING
         self._number += 1
         number = self._number
@@ -268,9 +273,13 @@ class Switchboard:
         self._do(self.core.asked(number, size, time.monotonic()))
         return await answer
 
+    def refuse(self) -> None:
+        """Refuse requests from here on; those that have come still get their answers. From any thread."""
+        self._ending = True
+
     def close(self) -> None:
         """Close all sockets: workers exit at end of file, and pending requests get an error."""
-        self._closed = True
+        self._ending = self._closed = True
         if self._timer is not None:
             self._timer.cancel()
         for number in list(self._asked):

@@ -6,7 +6,7 @@
 
 A peer is unknown until it has shown the run's token. Unknown peers cannot keep new ones out, as each new connection
 displaces the oldest of them, and they cannot stay: a connection without a complete request within `REQUEST_S` is
-closed, even if it keeps sending.
+closed, even if it keeps sending. While a client reads its answer, however slowly, the time does not run.
 """
 
 from __future__ import annotations
@@ -110,7 +110,15 @@ class PageConnection(H11Protocol):
 
     def _await_request(self) -> None:
         self._stop_clock()
-        self._deadline = self.loop.call_later(REQUEST_S, self.transport.abort)
+        unread = self.transport.get_write_buffer_size()
+        self._deadline = self.loop.call_later(REQUEST_S, self._look, unread)
+
+    def _look(self, unread: int) -> None:
+        """Abort unless the client has since read some of the answer, of which `unread` bytes were left."""
+        if self.transport.get_write_buffer_size() < unread:
+            self._await_request()
+        else:
+            self.transport.abort()
 
     def _stop_clock(self) -> None:
         if self._deadline is not None:

@@ -86,6 +86,8 @@ class PartedModel(nn.Module):
             raise UserError(
                 f"the model takes {next(iter(named))!r} by name; a model in parts takes tensors by place"
             )
+        if self.precision == "bf16":  # the first part may have no parameters that say so
+            inputs = tuple(one.bfloat16() if one.is_floating_point() else one for one in inputs)
         if self.kind.chained:
             output = self.first(*inputs)
             for other in self._others:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import queue
 import re
@@ -23,7 +24,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from manyhands.errors import ManyhandsError, UserError, format_bytes
+from manyhands.errors import ManyhandsError, UserError, format_bytes, num_of
 from manyhands.observe.analyse.serving_view import Answered, ServingTally, ServingView
 from manyhands.observe.draw import serving_page as drawn
 from manyhands.places.local.packed_job import pack
@@ -35,7 +36,7 @@ from manyhands.serving.hosting import LOOPBACK, Listening, WebThread
 from manyhands.serving.model_parts import MAX_FRAME_BYTES, ModelParts
 from manyhands.serving.model_replica import replica
 from manyhands.serving.page_app import PageApp, Receive, RequestRefused, SendMessage
-from manyhands.serving.routes import MODEL_ROUTES, openapi
+from manyhands.serving.routes import MODEL_ROUTES, PAGE_ROUTES, Route, openapi
 from manyhands.wire.nesting import MOST_NESTED, json_depth
 from manyhands.workloads.predictor import Predictor
 
@@ -71,19 +72,21 @@ class ModelApp:
         self._held_bytes = 0
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: SendMessage) -> None:
-        route = MODEL_ROUTES.get(scope.get("path", ""))
-        if scope["type"] != "http" or route is None:
+        if scope["type"] != "http" or scope["path"] in PAGE_ROUTES:
             await self._page(scope, receive, send)
             return
+        route = MODEL_ROUTES.get(scope["path"], Route(about="", method=scope["method"]))
         begun = time.monotonic()
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         try:
             self._page.guard.check(
                 scope["method"], headers, methods=route.methods, needs_token=route.needs_token
             )
+            if scope["path"] not in MODEL_ROUTES:
+                raise RequestRefused(404, "There is nothing at this address; ask with POST /predict.")
         except RequestRefused as refused:  # of an unknown peer, and not counted
-            allow = {"allow": ", ".join(route.methods)} if refused.status == 405 else {}
-            await self._refuse_unread(refused.status, _error(refused.sentence), allow, receive, send)
+            said = _error(refused.sentence)
+            await self._refuse_unread(refused.status, said, refused.headers, receive, send)
             return
         if route.needs_token:
             scope.get("state", {}).get("know", lambda: None)()
@@ -338,6 +341,7 @@ class Replicas:
         self._on_start(worker, ours)
 
 
+_log = logging.getLogger("manyhands")
 MOST_WORKERS = 256
 _FAREWELL_S = 3.0
 _LOOK_S = 0.05
@@ -410,14 +414,32 @@ class ModelServer:
         return self
 
     def __exit__(self, *error: object) -> None:
+        try:
+            self._finish()
+        finally:  # after a second Ctrl-C, too, which ends the waiting
+            if self._web.loop is not None:
+                self._web.loop.call_soon_threadsafe(self._switchboard.close)
+            self._replicas.stop()
+            self._web.stop()
+
+    def _finish(self) -> None:
+        """Refuse new requests, wait for the answers to the others, then for the pages to show the end."""
+        self._switchboard.refuse()
+        if waiting := self._switchboard.unanswered:
+            _log.warning(
+                "answering %s before the server ends; Ctrl-C again: at once", num_of(waiting, "request")
+            )
+        deadline = (
+            time.monotonic() + self._options.batches.deadline_s
+        )  # by then each has been answered or refused
+        while self._switchboard.unanswered and not self._replicas.ended.is_set():
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_LOOK_S)
         self._page.end("The server has ended; manyhands serve starts it again.")
         deadline = time.monotonic() + _FAREWELL_S
         while self._page.num_streams and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
-        if self._web.loop is not None:
-            self._web.loop.call_soon_threadsafe(self._switchboard.close)
-        self._replicas.stop()
-        self._web.stop()
 
     def wait(self) -> None:
         """Block until interrupted; raises where no worker could be kept alive."""

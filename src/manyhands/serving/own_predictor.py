@@ -44,6 +44,11 @@ _AT_ONCE = 1024
 _MOST_TYPED = 1024  # numbers of an example that is shown
 _MOST_SHOWN = 120  # letters of somebody else's error
 _JITTER = 0.1
+_FITS = {
+    "iuf": (int, float),
+    "iu": (int,),
+    "b": (bool,),
+}  # what Python calls the kinds that a tensor can hold
 _READ = {"f": np.float64, "i": np.int64, "u": np.uint64, "b": np.bool_}  # by the kind of an array's numbers
 
 
@@ -216,13 +221,16 @@ class OwnPredictor(ModulePredictor[list[OwnInput]]):
             raise UserError(f"input {number} has rows of different lengths; {wanted}") from None
         kinds = "iuf" if first.is_floating_point() else "b" if first.dtype == torch.bool else "iu"
         if array.size and array.dtype.kind not in kinds:
-            raise UserError(f"input {number} has a value that does not fit; {wanted}")
+            items = np.asarray(value, object).flat
+            at = _place_of(np.array([type(one) not in _FITS[kinds] for one in items]), array)
+            raise UserError(f"input {number} has a value that does not fit{at}; {wanted}")
         if array.shape != tuple(first.shape):
             raise UserError(f"input {number} has shape {_sizes(array)}; {wanted}")
         tensor = torch.from_numpy(array.astype(_READ[array.dtype.kind])).to(first.dtype)
-        exact = tensor.isfinite().all() if first.is_floating_point() else (tensor.numpy() == array).all()
-        if not exact:
-            raise UserError(f"input {number} has a number that is not finite or too large; {wanted}")
+        exact = tensor.isfinite().numpy() if first.is_floating_point() else tensor.numpy() == array
+        if not exact.all():
+            at = _place_of(~exact, array)
+            raise UserError(f"input {number} has a number that is not finite or too large{at}; {wanted}")
         return tensor
 
 
@@ -323,6 +331,14 @@ def _row_of(output: Any, place: int, count: int) -> Any:
 
 def _sizes(*arrays: Tensor | NDArray[Any]) -> str:
     return ", ".join(f"{'×'.join(map(str, one.shape)) or '()'} ({_dtype(one)})" for one in arrays)
+
+
+def _place_of(wrong: NDArray[np.bool_], array: NDArray[Any]) -> str:
+    """Where in `array` the first of its items is that are `wrong`, as in ` at [2][0]`; nothing where there is none."""
+    first = int(np.argmax(wrong))
+    if not array.ndim or not wrong.flat[first]:
+        return ""
+    return " at " + "".join(f"[{one}]" for one in np.unravel_index(first, array.shape))
 
 
 def _dtype(array: Tensor | NDArray[Any]) -> str:

@@ -96,11 +96,12 @@ _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 class RequestRefused(Exception):
-    """A request that gets an HTTP status and one sentence instead of an answer."""
+    """A request that gets an HTTP status, headers and one sentence instead of an answer."""
 
-    def __init__(self, status: int, sentence: str) -> None:
+    def __init__(self, status: int, sentence: str, **headers: str) -> None:
         super().__init__(sentence)
         self.status, self.sentence = status, sentence
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,12 +143,14 @@ class Guard:
         if origin is not None and origin != f"http://{host}":
             raise RequestRefused(403, "Pages of other origins cannot read this one.")
         if method not in methods:
-            raise RequestRefused(405, f"This address only allows {methods[0]}.")
+            why = f"This address only allows {methods[0]}."
+            raise RequestRefused(405, why, allow=", ".join(methods))
         if needs_token and not self.has_token(headers):
             raise RequestRefused(
                 401,
                 "The token is missing or wrong; open the complete address that was printed, or send "
                 "Authorization: Bearer TOKEN.",
+                www_authenticate="Bearer",
             )
 
     def has_token(self, headers: Mapping[str, str]) -> bool:
@@ -245,8 +248,7 @@ class PageApp(Generic[View]):
             needs_token = path not in PAGE_ROUTES or PAGE_ROUTES[path].needs_token
             self.guard.check(scope["method"], headers, needs_token=needs_token)
         except RequestRefused as refused:
-            allow = {"allow": "GET, HEAD"} if refused.status == 405 else None
-            return PlainTextResponse(refused.sentence + "\n", refused.status, allow)
+            return PlainTextResponse(refused.sentence + "\n", refused.status, refused.headers)
         if path not in PAGE_ROUTES:
             return PlainTextResponse("No such page; the run is at /.\n", 404)
         if path == "/events" and scope["method"] == "HEAD":

@@ -62,7 +62,11 @@ MODEL_ROUTES: dict[str, Route] = {
 
 PAGE_ROUTES: dict[str, Route] = {
     "/": Route(about="The page.", needs_token=False, kind="text/html"),
-    "/events": Route(about="What fills the page: server-sent events.", kind="text/event-stream"),
+    "/events": Route(
+        about="What fills the page: server-sent events.",
+        kind="text/event-stream",
+        statuses={200: "The events.", 503: "Too many pages are open."},
+    ),
     "/metrics": Route(about="The figures of the page, for Prometheus.", kind="text/plain"),
     "/report": Route(about="The page as one file.", kind="text/html"),
 }

@@ -232,7 +232,12 @@ def _check_shapes(task: Task, weights: Mapping[str, Tensor], place: Path) -> Non
 
 
 def _newest(place: Path, config: Mapping[str, Any], task: Task) -> tuple[int, dict[str, Tensor]]:
-    kept = last_kept(place, task, Strategy.parse(str(config["strategy"])))
+    try:
+        kept = last_kept(place, task, Strategy.parse(str(config["strategy"])))
+    except KeyError as error:  # parts of weights are put together by the names in the task's model
+        raise UserError(
+            f"the weights do not fit the task's model: {error} is missing; give the task they were trained with"
+        ) from error
     if kept is None:
         raise UserError(f"{place} has no checkpoint yet; wait, or train with a lower checkpoint_every")
     return kept.steps, dict(kept.values)

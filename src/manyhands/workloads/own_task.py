@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
+from types import FunctionType, ModuleType
 
 from manyhands.errors import UserError, first_line, nearest
 from manyhands.task import Task
@@ -33,7 +36,7 @@ def own_task(text: str) -> Task:
         sys.path.insert(0, str(folder))
     try:
         found = importlib.import_module(module)
-    except Exception as error:  # the module is the user's, and may raise anything
+    except (Exception, SystemExit) as error:  # the module is the user's, and may raise anything
         why = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(f"--task {text}: module {module} cannot be imported ({why})") from error
     if where.endswith(".py") and Path(found.__file__ or "").resolve() != file.resolve():
@@ -41,7 +44,9 @@ def own_task(text: str) -> Task:
             f"--task {text}: another module is called {module} ({found.__file__}); rename the file"
         )
     if not hasattr(found, name):
-        raise UserError(f"--task {text}: {module} has no {name!r}; {nearest(name, sorted(_offers(found)))}")
+        offers = sorted(_offers(found))
+        instead = nearest(name, offers) if offers else "nor any other Task, or function that makes one"
+        raise UserError(f"--task {text}: {module} has no {name!r}; {instead}")
     made = getattr(found, name)
     if callable(made):
         try:
@@ -57,5 +62,12 @@ def own_task(text: str) -> Task:
     return made
 
 
-def _offers(module: object) -> list[str]:
-    return [name for name, value in vars(module).items() if isinstance(value, Task)] or ["task"]
+def _offers(module: ModuleType) -> Iterator[str]:
+    """The Tasks of a module, and its own functions that can be called without arguments."""
+    for name, value in vars(module).items():
+        if isinstance(value, FunctionType) and value.__module__ == module.__name__:
+            needed = [one for one in signature(value).parameters.values() if one.default is one.empty]
+            if not needed:
+                yield name
+        elif isinstance(value, Task):
+            yield name

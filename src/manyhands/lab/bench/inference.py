@@ -81,8 +81,8 @@ def run_bench(
         model = fit(task, "single", steps=measured.steps if measured else _OWN_STEPS).model.eval()
         inputs = _inputs(model, task)
         with torch.inference_mode():  # the share of the model's choices that are those of single precision
-            usual = model(inputs).argmax(-1)
-            chosen = {one: _computing(model, one)(inputs).float().argmax(-1) for one in precisions}
+            usual = _choices(model(inputs), task)
+            chosen = {one: _choices(_computing(model, one)(inputs), task) for one in precisions}
         agrees = {one: float((choice == usual).double().mean()) for one, choice in chosen.items()}
         with Bars() as bars, bars.phase(name, len(combinations), "combinations") as phase:
             for count, batch, precision in combinations:
@@ -105,6 +105,14 @@ def _inputs(model: nn.Module, task: Task) -> Tensor:
             f"task {task.name!r}: its model takes several or named tensors; models of one can be measured"
         )
     return given[0]
+
+
+def _choices(output: Any, task: Task) -> Tensor:
+    if not isinstance(output, Tensor) or not output.ndim:
+        raise UserError(
+            f"task {task.name!r}: its model gives a {type(output).__name__}; models of one tensor can be measured"
+        )
+    return output.float().argmax(-1)
 
 
 def _computing(model: nn.Module, precision: str) -> Callable[[Tensor], Tensor]:

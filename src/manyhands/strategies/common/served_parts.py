@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import ClassVar
 
 from torch import Tensor, nn
 
+from manyhands.errors import UserError
 from manyhands.strategy import Strategy
 from manyhands.transport.link.interface import Link
 
-__all__ = ["ServedParts"]
+__all__ = ["ServedParts", "refuse_others"]
 
 
 class ServedParts(ABC):
@@ -35,3 +37,10 @@ class ServedParts(ABC):
         """What process `rank` computes with; called there, with links to the others where parts are not chained."""
         del rank, links
         return module
+
+
+def refuse_others(strategy: Strategy, *used: str) -> None:
+    """UserError where `strategy` says something besides `used`, which are all that serving has a use for."""
+    for one in fields(strategy):
+        if one.name not in used and getattr(strategy, one.name) != one.default:
+            raise UserError(f"--strategy {strategy}: a served model has {used[0]} only; leave {one.name} out")

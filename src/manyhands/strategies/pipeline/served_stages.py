@@ -6,10 +6,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 from manyhands.engine.chain import chain_of
-from manyhands.errors import UserError
-from manyhands.strategies.common.served_parts import ServedParts
+from manyhands.errors import UserError, first_line
+from manyhands.strategies.common.served_parts import ServedParts, refuse_others
 from manyhands.strategies.pipeline.cuts import LayerCost, check_cuts, parts_of, planned
 from manyhands.strategies.pipeline.strategy import Pipeline
 from manyhands.strategy import Strategy
@@ -26,9 +27,7 @@ class ServedStages(ServedParts):
 
     def __init__(self, strategy: Strategy, model: nn.Module, example: tuple[Tensor, ...]) -> None:
         assert isinstance(strategy, Pipeline), "the registry leads here from its own word"
-        for name in ("tensor", "data"):
-            if getattr(strategy, name) > 1:
-                raise UserError(f"--strategy {strategy}: a served model has stages only; leave {name} out")
+        refuse_others(strategy, "stages", "cuts")
         if len(example) != 1:
             raise UserError(
                 f"--strategy {strategy}: a model in stages takes one tensor, not {len(example)}; use 'tensor slices="
@@ -41,17 +40,28 @@ class ServedStages(ServedParts):
             )
         if strategy.cuts:
             check_cuts(strategy.cuts, len(chain), stages)
-        cuts = strategy.cuts or planned(_costs(chain, example[0]), stages, 1, lambda *_: 0, 0)
+        costs = _costs(model, chain, example[0])
+        cuts = strategy.cuts or planned(costs, stages, 1, lambda *_: 0, 0)
         self.modules = tuple(
             nn.Sequential(*(chain[place] for place in part)) for part in parts_of(cuts, len(chain))
         )
 
 
-def _costs(chain: tuple[nn.Module, ...], x: Any) -> list[LayerCost]:
-    costs = []
+def _costs(model: nn.Module, chain: tuple[nn.Module, ...], example: Tensor) -> list[LayerCost]:
+    """By the bytes of each layer; UserError where the chain does not compute what the model does."""
+    costs: list[LayerCost] = []
+    x: Any = example
     with torch.inference_mode():
-        for layer in chain:
-            x = layer(x)
-            held = sum(one.nbytes for one in (*layer.parameters(), *layer.buffers()))
-            costs.append(LayerCost(seconds=float(held + 1), gives_tensor=isinstance(x, Tensor)))
+        whole = model(example)
+        try:
+            for layer in chain:
+                x = layer(x)
+                held = sum(one.nbytes for one in (*layer.parameters(), *layer.buffers()))
+                costs.append(LayerCost(seconds=float(held + 1), gives_tensor=isinstance(x, Tensor)))
+            assert_close(x, whole, equal_nan=True)
+        except Exception as error:
+            why = f"after {len(costs)} of {len(chain)} layers: {type(error).__name__}: {first_line(error)}"
+            raise UserError(
+                f"{type(model).__name__}: its chain does not compute what it does ({why})"
+            ) from error
     return costs

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 
 from manyhands.errors import UserError
 from manyhands.strategies.common.grid.grid_group import LinkGroup
-from manyhands.strategies.common.served_parts import ServedParts
+from manyhands.strategies.common.served_parts import ServedParts, refuse_others
 from manyhands.strategies.tensor.lazy_tensor import as_whole
 from manyhands.strategies.tensor.slicing import check_plan, slice_modules
 from manyhands.strategies.tensor.strategy import Tensor as TensorStrategy
@@ -33,7 +33,8 @@ class ServedSlices(ServedParts):
     def __init__(self, strategy: Strategy, model: nn.Module, example: tuple[Tensor, ...]) -> None:
         del example
         assert isinstance(strategy, TensorStrategy), "the registry leads here from its own word"
-        if strategy.slices < 1 or strategy.data > 1:
+        refuse_others(strategy, "slices")
+        if strategy.slices < 1:
             raise UserError(
                 f"--strategy {strategy}: say how many slices a served model has, as in 'tensor slices=2'"
             )
