@@ -212,8 +212,7 @@ class TableMatrix(MatrixFile):
             kind = self._batches.kinds[name]
             if kind not in (NUMBER, TEXT):
                 raise DataError(
-                    f"{self.path}: column {name!r} is {kind}, neither numbers nor text; convert it, or train without "
-                    f"it (--drop {name})"
+                    f"{self.path}: column {name!r} is {kind}, neither numbers nor text; leave it out with --drop {name}"
                 )
         self.left_out = self.new_texts = seen = begin = 0
         count = max(1, block_bytes // (self.columns * self._dtype.itemsize))
