@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +129,30 @@ def test_workers_give_the_trees_of_one(files: Path) -> None:
     values = np.random.default_rng(0).normal(size=(200, 6))
     axes = [mh.sklearn.TruncatedSVD(2, workers=workers).fit(values).singular_values_ for workers in (1, 2)]
     np.testing.assert_allclose(*axes, rtol=1e-7)
+
+
+def test_columns_are_named_or_numbered_once(
+    files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draw = np.random.default_rng(0)
+    zips, x = draw.integers(0, 4, 300), draw.normal(size=300).round(2)
+    rows = [f"{int(a > 1) ^ int(b > 0)},{a},{b}" for a, b in zip(zips, x, strict=True)]
+    Path("zips.csv").write_text("y,zip,x\n" + "\n".join(rows) + "\n")
+    words = ("train", "gbdt", "--train", "zips.csv", "--trees", "2", "--out", "zips")
+    assert run_command(monkeypatch, *words, "--categorical", "0") == 0
+    infos = re.search("feature_infos=(.*)", Path("zips/model.txt").read_text())
+    assert infos is not None
+    assert infos[1] == f"0:1:2:3 [{x.min()}:{x.max()}]"  # and not x, which is column 2
+    lines = [line.split(",", 1)[1] for line in csv(300, 1).splitlines()]
+    Path("few.csv").write_text("\n".join(lines) + "\n")  # without what was dropped
+    shared = ("--target", "happy", "--drop", "id", "--train", "train.csv.gz", "--test")
+    for workload in (("gbdt", "--trees", "5"), ("logreg",)):
+        figures = []
+        for test in ("test.csv", "few.csv"):
+            assert (
+                run_command(monkeypatch, "train", *workload, *shared, test, "--out", f"{test}-{workload[0]}")
+                == 0
+            )
+            figures.append(json.loads(Path(f"{test}-{workload[0]}/summary.json").read_text())["log_loss"])
+        assert figures[0] == figures[1]
+    capsys.readouterr()

@@ -69,10 +69,16 @@ def test_singular_values_are_those_of_theirs(is_sparse: bool) -> None:
     np.testing.assert_allclose(
         np.abs(ours.transform(given)), np.abs(theirs.transform(given)), rtol=1e-4, atol=1e-4
     )
+    np.testing.assert_allclose(
+        ours.explained_variance_ratio_, theirs.explained_variance_ratio_, rtol=1e-5, atol=1e-9
+    )
     if not is_sparse:
         centred, pca = mh.sklearn.TruncatedSVD(3, center=True).fit(values), PCA(3).fit(values)
         np.testing.assert_allclose(
             np.abs(centred.transform(values)), np.abs(pca.transform(values)), atol=1e-6
+        )
+        np.testing.assert_allclose(
+            centred.explained_variance_ratio_, pca.explained_variance_ratio_, rtol=1e-6
         )
 
 
@@ -126,3 +132,18 @@ def test_a_decomposition_of_texts_has_a_column_for_each() -> None:
 def test_one_class_is_refused() -> None:
     with pytest.raises(UserError, match="y has one class, 'a'; a classifier needs at least two classes"):
         mh.sklearn.LogisticRegression().fit(np.zeros((3, 1)), ["a", "a", "a"])
+
+
+@pytest.mark.parametrize("missing", [None, np.nan])
+def test_a_missing_label_is_said_with_its_row(missing: Any) -> None:
+    labels = np.array(["a", "b", missing, "a"], object)
+    with pytest.raises(UserError, match=f"y, row 3: {missing} is no label; give texts or numbers"):
+        mh.sklearn.LogisticRegression().fit(np.zeros((4, 1)), labels)
+
+
+def test_zero_is_no_way_to_leave_a_parameter_out() -> None:
+    X, y = load_iris(return_X_y=True)  # noqa: N806
+    with pytest.raises(UserError, match="passes is 0"):
+        mh.sklearn.LogisticRegression(passes=0).fit(X, y)
+    with pytest.raises(UserError, match="min_data_in_leaf is 0"):
+        mh.sklearn.GradientBoostingClassifier(min_samples_leaf=0).fit(X, y)

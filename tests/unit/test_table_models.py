@@ -241,3 +241,18 @@ def grown_on(table: Any, folder: Path) -> Any:
     write_model(trained(TableChoice(train=source), trees=3).model, folder / "model.txt")
     assert read_model(folder / "model.txt").encoding is None
     return open_predictor(folder / "model.txt")
+
+
+def test_a_label_that_single_precision_does_not_hold_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("a,y\n1,20230002\n2,20230004\n3,20230003\n4,20230002\n")
+    with pytest.raises(DataError, match=r"t.csv, row 3: label 20230003 is beyond single precision; number"):
+        train_logreg(tmp_path / "t.csv")
+
+
+def test_rows_to_measure_on_may_have_any_other_columns(tmp_path: Path) -> None:
+    table = people().assign(when=pandas.Timestamp("2024-01-01"))
+    table.to_parquet(tmp_path / "t.parquet")
+    asked = TableReading(label="happy", drop=("id", "when"))
+    model = train_logreg(open_examples(tmp_path / "t.parquet", table=asked)).model
+    both = [model.evaluate(model.file(data)) for data in (tmp_path / "t.parquet", people())]
+    assert both[0] == both[1]

@@ -12,7 +12,9 @@ import pytest
 
 from manyhands.data.table_encoding import TableEncoding
 from manyhands.data.table_files import SparseTable, TableMatrix, TableReading, open_matrix, open_table
-from manyhands.errors import DataError
+from manyhands.errors import DataError, UserError
+from manyhands.workloads.gbdt.row_sources import open_source
+from manyhands.workloads.logreg.example_tables import open_examples
 
 pandas = pytest.importorskip("pandas")
 polars = pytest.importorskip("polars")
@@ -89,12 +91,14 @@ def test_every_form_of_a_table_gives_the_same_rows(form: str, block_bytes: int, 
 def test_an_encoding_is_stored_and_applied_to_other_rows(tmp_path: Path) -> None:
     found = TableEncoding.from_json(open_table(frame()).encoding.to_json())
     text = "extra,city,age,note\n9,Rome,1,\n9,Bergen,2,x\n9,Oslo,3,x\n"
-    table = open_table(as_csv(tmp_path, text), scanned=False).encoded(found, labelled=False)
+    table = open_table(as_csv(tmp_path, text), TableReading(labelled=False), scanned=False).encoded(
+        found, labelled=False
+    )
     values, labels = rows_of(table)
     np.testing.assert_array_equal(values, [[1, 1, np.nan], [2, np.nan, np.nan], [3, 0, np.nan]])
     assert labels is None
     assert table.new_texts == 3  # Bergen, and x twice: as missing
-    other = open_table(as_csv(tmp_path, "city,age\nRome,1\n"), scanned=False)
+    other = open_table(as_csv(tmp_path, "city,age\nRome,1\n"), TableReading(labelled=False), scanned=False)
     with pytest.raises(DataError, match=r"t\.csv lacks the model's column 'note'; .* age"):
         other.encoded(found, labelled=False)
 
@@ -132,10 +136,14 @@ def test_a_table_without_names_is_read_by_places(tmp_path: Path) -> None:
     np.testing.assert_array_equal(rows_of(table)[0], [[10, 0], [20, 1], [np.nan, 0]])
     assert not table.encoding.is_named
     for text in ("7,5,3\n7,5,b\n", "5,3\n5,b\n"):  # with a label, and without
-        other = open_table(as_csv(tmp_path, text), scanned=False).encoded(table.encoding, labelled=False)
+        other = open_table(as_csv(tmp_path, text), TableReading(labelled=False), scanned=False).encoded(
+            table.encoding, labelled=False
+        )
         assert rows_of(other)[0].tolist() == [[5, 0], [5, 1]], text
     with pytest.raises(DataError, match="has 4 columns; the model was trained on 2 and a label"):
-        open_table(as_csv(tmp_path, "1,2,3,4\n"), scanned=False).encoded(table.encoding, labelled=False)
+        open_table(as_csv(tmp_path, "1,2,3,4\n"), TableReading(labelled=False), scanned=False).encoded(
+            table.encoding, labelled=False
+        )
 
 
 def test_columns_are_dropped_and_made_categories_by_name(tmp_path: Path) -> None:
@@ -162,7 +170,7 @@ WRONG: dict[str, tuple[bytes, str]] = {
     "too many fields": (changed(r7="3,Oslo,yes,no"), "t.csv, row 7 has 4 fields, but there are 3 columns"),
     "another encoding": (
         changed(r5="5,Tromsø,yes"),
-        r"row 5, column 'city': b'Troms\\xf8' is not UTF-8 text",
+        "row 5, column 'city': 'Troms\ufffd' is not UTF-8 text",
     ),
     "no number": (changed(r9="nine,Oslo,yes"), "row 9, column 'age': 'nine' is not a number"),
     "underscores": (changed(r9="1_000,Oslo,yes"), "row 9, column 'age': '1_000' is not a number"),
@@ -296,3 +304,132 @@ def test_rows_that_must_be_complete_or_finite_are_looked_at() -> None:
                 table.drop(1).reset_index(), reading=TableReading(labelled=False, complete=True)
             ).blocks()
         )
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet", "pandas"])
+@pytest.mark.parametrize("asked", ["zip", "0"])
+def test_columns_that_are_asked_to_be_text_are_in_every_form(form: str, asked: str, tmp_path: Path) -> None:
+    table = pandas.DataFrame({"y": [1, 0, 1], "zip": [150, 9000, 150], "x": [1.5, 2.5, 3.5]})
+    table.to_csv(tmp_path / "t.csv", index=False)
+    table.to_parquet(tmp_path / "t.parquet")
+    data = table if form == "pandas" else tmp_path / f"t.{form}"
+    found = open_table(data, TableReading(categorical=(asked,)))  # a number is that of a feature
+    assert found.encoding.categories == {"zip": ("150", "9000")}
+    assert rows_of(found)[0].tolist() == [[0, 1.5], [1, 2.5], [0, 3.5]]
+    with pytest.raises(UserError, match="categorical='2': no such column; use names zip, x, … or numbers 0"):
+        open_table(data, TableReading(categorical=("2",)))
+
+
+@pytest.mark.parametrize("option", ["drop", "categorical"])
+@pytest.mark.parametrize("name", ["m.npy", "m.svm"])
+def test_columns_of_what_is_no_table_are_not_ignored(option: str, name: str, tmp_path: Path) -> None:
+    np.save(tmp_path / "m.npy", np.eye(3))
+    (tmp_path / "m.svm").write_text("1 0:1\n0 1:1\n")
+    reading = TableReading(**{option: ("1",)}, labelled=False)
+    for opened in (
+        lambda: open_matrix(tmp_path / name, reading=reading),
+        lambda: open_examples(tmp_path / name, table=reading),
+        lambda: open_source(tmp_path / name, table=TableReading(drop=("1",))),
+    ):
+        with pytest.raises(UserError, match=f"='1': .*{name} is no table .CSV, Parquet, a DataFrame.; leave"):
+            opened()
+    with pytest.raises(UserError, match="label='1': in text files the label is the first word of a line"):
+        open_examples(tmp_path / "m.svm", table=TableReading(label="1"))
+
+
+def test_a_ragged_row_of_another_encoding_is_said_and_left_out(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = as_csv(tmp_path, changed(r5="5,Tromsø,yes,no"))
+    with pytest.raises(DataError, match=r"t\.csv, row 5 has 4 fields, but there are 3 columns"):
+        rows_of(open_table(path))
+    table = open_table(path, TableReading(skip_bad=True))
+    assert len(rows_of(table)[0]) == 99
+    assert table.left_out == 1
+    assert not capfd.readouterr().err
+
+
+def test_characters_of_several_bytes_may_be_where_blocks_end(tmp_path: Path) -> None:
+    names = ["Tromsø", "Łódź", "東京", "🙂🙂"]
+    text = "city,label\n" + "".join(f"{names[at % 4]},{at % 2}\n" for at in range(120_000))
+    path = as_csv(tmp_path, text)
+    assert path.stat().st_size > 1 << 20
+    table = open_table(path)
+    assert table.encoding.categories == {"city": tuple(sorted(names))}
+    assert len(rows_of(table)[0]) == 120_000
+
+
+def test_gzip_that_is_damaged_inside_is_refused(tmp_path: Path) -> None:
+    drawn = np.random.default_rng(0).integers(0, 10**9, (200_000, 2))
+    packed = bytearray(gzip.compress("\n".join(["a,label", *(f"{a},{b}" for a, b in drawn)]).encode(), 1))
+    for at in (len(packed) // 2, len(packed) * 3 // 4, len(packed) - 200):
+        damaged = packed.copy()
+        damaged[at : at + 64] = bytes(64 * [255])
+        with pytest.raises(DataError, match=r"t\.csv\.gz cannot be read"):
+            rows_of(open_table(as_csv(tmp_path, bytes(damaged), "t.csv.gz")))
+
+
+@pytest.mark.parametrize(
+    ("first", "names", "rows"),
+    [
+        ("5.1,,0", ("Column_0", "Column_1"), 2),  # one is missing
+        ("0,1,2", ("0", "1"), 1),  # a DataFrame of an array
+        (",0,1,2", ("Column_0", "0", "1"), 1),
+        ("a,,0", ("a", "Column_1"), 1),
+    ],
+)
+def test_a_first_line_of_numbers_is_a_row_unless_it_counts_columns(
+    first: str, names: tuple[str, ...], rows: int, tmp_path: Path
+) -> None:
+    text = f"{first}\n{','.join(str(at) for at in range(4, 5 + first.count(',')))}\n"
+    table = open_table(as_csv(tmp_path, text), TableReading(label="-1"))
+    assert table.encoding.names == names
+    assert len(rows_of(table)[0]) == rows
+
+
+def test_lines_may_end_with_carriage_returns_alone(tmp_path: Path) -> None:
+    table = open_table(as_csv(tmp_path, "a,label\r1,0\r2,1\r"))
+    assert rows_of(table)[0].tolist() == [[1], [2]]
+
+
+def test_numbers_with_commas_are_not_taken_for_categories(tmp_path: Path) -> None:
+    for text, value in (
+        ("a;y\n5,1;0\n2,5;1\n", "5,1"),
+        ('a,y\n"1,234,567",0\n3,1\n"2,000",0\n', "1,234,567"),
+    ):
+        path = as_csv(tmp_path, text)
+        with pytest.raises(
+            DataError, match=f"column 'a' has numbers with commas, such as '{value}'; write a"
+        ):
+            open_table(path)
+        assert len(open_table(path, TableReading(categorical=("a",))).encoding.categories["a"]) > 1
+
+
+def test_a_column_of_text_that_is_mostly_numbers_is_noted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [f"{at if at % 5 else '?'},{at % 2}" for at in range(50)]
+    path = as_csv(tmp_path, "age,y\n" + "\n".join(rows) + "\n")
+    assert len(open_table(path).encoding.categories["age"]) == 41
+    assert "column 'age' is text: more than one value in ten is not a number, such as '?'" in caplog.text
+    caplog.clear()
+    open_table(path, TableReading(categorical=("age",)))
+    open_table(path, TableReading(labelled=False), scanned=False)
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("kind", ["timestamp", "list"])
+def test_a_column_of_another_type_is_said_when_it_is_read(kind: str) -> None:
+    train = open_table(pandas.DataFrame({"x": [1.0, 2.0], "c": ["a", "b"], "y": [0, 1]}))
+    column = [pandas.Timestamp("2024-01-01")] * 2 if kind == "timestamp" else [[1], [2]]
+    for name in ("x", "c"):
+        columns = {"x": [1.0, 2.0], "c": ["a", "b"], name: column}
+        rows = open_table(pyarrow.table(columns), TableReading(labelled=False), scanned=False)
+        with pytest.raises(DataError, match=f"column '{name}' is {kind}.*, neither numbers nor text; leave"):
+            rows_of(rows.encoded(train.encoding, labelled=False))
+
+
+def test_truth_values_and_numbers_in_one_column_are_said() -> None:
+    table = pandas.DataFrame({"x": pandas.Series([True, None, 2.5], dtype=object), "y": [0, 1, 0]})
+    with pytest.raises(DataError, match="row 3, column 'x' holds a number after a truth value"):
+        open_table(table)

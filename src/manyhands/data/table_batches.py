@@ -7,9 +7,11 @@ value in ten is not a number.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import io
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -27,6 +29,7 @@ from manyhands.errors import DataError, first_line, format_bytes
 __all__ = [
     "NUMBER",
     "SKIP",
+    "SUBSTITUTE",
     "TEXT",
     "CsvBatches",
     "FrameBatches",
@@ -45,25 +48,28 @@ _TEXT_SHARE: Final = 0.1  # of values that are not numbers, from which on a colu
 _HEAD_BYTES: Final = 1 << 20
 _CSV_BLOCK: Final = 1 << 20  # no row is longer; pyarrow takes some forty times this memory
 _LINES: Final = 16  # that a block holds at least, of the length of the first
+SUBSTITUTE: Final = (
+    "\x1a"  # ASCII's substitute: in place of a byte that is no UTF-8, of which pyarrow says no row
+)
+_IN_PLACE: Final = "manyhands-substitute"
+codecs.register_error(_IN_PLACE, lambda error: (SUBSTITUTE * (error.end - error.start), error.end))  # type: ignore[attr-defined]
 
 
 def as_text(column: Any) -> tuple[Any, NDArray[np.bool_]]:
-    """Texts, and which of them are not UTF-8: null, then."""
+    """Texts, and which of them were not UTF-8: null, then."""
     import pyarrow
+    from pyarrow import compute
 
-    bad = np.zeros(len(column), bool)
     if pyarrow.types.is_dictionary(column.type):
-        return column.dictionary.cast(pyarrow.string()).take(column.indices), bad
-    try:
-        return column.cast(pyarrow.string()), bad
-    except pyarrow.ArrowInvalid:
-        texts: list[str | None] = column.to_pylist()
-        for at, one in enumerate(column.to_pylist()):
-            try:
-                texts[at] = None if one is None else one.decode()
-            except UnicodeDecodeError:
-                texts[at], bad[at] = None, True
-        return pyarrow.array(texts, pyarrow.string()), bad
+        texts = column.dictionary.cast(pyarrow.string()).take(column.indices)
+    else:
+        texts = column.cast(pyarrow.string())
+    if not pyarrow.types.is_binary(column.type):  # as those of CSV are
+        return texts, np.zeros(len(column), bool)
+    bad = compute.match_substring(texts, SUBSTITUTE).fill_null(False)
+    if bad.true_count:
+        texts = compute.if_else(bad, pyarrow.scalar(None, pyarrow.string()), texts)
+    return texts, bad.to_numpy(zero_copy_only=False)
 
 
 def codes_of(column: Any, texts: Sequence[str]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
@@ -103,6 +109,27 @@ def _is_text(kind: Any) -> bool:
     return any(one(kind) for one in whether)
 
 
+class _Utf8(io.BufferedIOBase):
+    """The bytes of a file, as many as it has, with `SUBSTITUTE` for each that is no UTF-8."""
+
+    def __init__(self, file: io.BufferedIOBase) -> None:
+        self._file, self._kept = file, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        found = ""
+        while not found:
+            more = self._file.read(size if size is None or size < 0 else max(1, size - len(self._kept)))
+            given = self._kept + more
+            found, used = codecs.utf_8_decode(given, _IN_PLACE, not more)
+            self._kept = given[used:]  # the beginning of a character, of which the rest comes
+            if not more:
+                break
+        return found.encode()
+
+
 class TableBatches(ABC):
     """Where the rows of a table come from, as record batches of Arrow."""
 
@@ -112,6 +139,8 @@ class TableBatches(ABC):
     is_named: bool = True
     kinds: Mapping[str, str]  # by column: number, text, or the name of another type
     is_single: Mapping[str, bool]  # whether single precision holds the values of a column
+    doubts: Mapping[str, str]
+    """Of columns of text that may be meant to be numbers: a value that is none, or has a comma."""
     ragged: list[int]  # the numbers, from 1, of rows with too many or too few fields that were left out
 
     @abstractmethod
@@ -121,7 +150,7 @@ class TableBatches(ABC):
     def _describe(self, schema: Any) -> None:
         from pyarrow import types
 
-        self.names, self.ragged = tuple(schema.names), []
+        self.names, self.doubts, self.ragged = tuple(schema.names), {}, []
         numbers = (types.is_integer, types.is_floating, types.is_boolean, types.is_decimal, types.is_null)
         kinds, single = {}, {}
         for field in schema:
@@ -182,15 +211,15 @@ class FrameBatches(TableBatches):
 
 def _check_objects(frame: Any) -> None:
     """Columns of Python objects may be texts or numbers, with None or NaN between them, not both and nothing else."""
+    words = {str: "a text", float: "a number", bool: "a truth value"}
     for name, column in zip(frame.columns, (frame.iloc[:, at] for at in range(frame.shape[1])), strict=True):
         if column.dtype != object:
             continue
-        kinds = [str if isinstance(one, str) else float if _is_number(one) else type(one) for one in column]
+        kinds = [_kind_of_object(one) for one in column]
         is_missing = column.isna()
         first = next((kind for kind, gone in zip(kinds, is_missing, strict=True) if not gone), str)
         for row, (kind, gone) in enumerate(zip(kinds, is_missing, strict=True), 1):
-            if not gone and (kind not in (str, float) or kind is not first):
-                words = {str: "a text", float: "a number"}
+            if not gone and (kind not in words or kind is not first):
                 before = f" after {words[first]}" if kind in words and first in words else ""
                 what = words.get(kind, f"an object of type {kind.__name__}")
                 raise DataError(
@@ -199,25 +228,24 @@ def _check_objects(frame: Any) -> None:
                 )
 
 
-def _is_number(value: Any) -> bool:
-    return hasattr(value, "__float__") and not hasattr(value, "__len__")
+def _kind_of_object(value: Any) -> type:
+    if isinstance(value, str | bool | np.bool_):
+        return str if isinstance(value, str) else bool
+    return float if hasattr(value, "__float__") and not hasattr(value, "__len__") else type(value)
 
 
 class CsvBatches(TableBatches):
-    """Those of a CSV file, plain or gzip; without a header where its first line has numbers only.
+    """Those of a CSV file, plain or gzip; with a header unless its first line has numbers only."""
 
-    The columns of `categorical`, by name or number, are text even where they look like numbers.
-    """
-
-    def __init__(self, path: Path, categorical: Sequence[str] = ()) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         with DataFile(path) as file:
             head = bytes(file.up_to(_HEAD_BYTES))
         if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
             raise DataError(f"{path} is UTF-16 text; save it as UTF-8")
-        line = head.partition(b"\n")[0]
+        line = head.replace(b"\r", b"\n").partition(b"\n")[0]
         try:
-            text = line.decode("utf-8-sig").strip("\r")
+            text = line.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise DataError(
                 f"{path}, row 0 (the header), byte {error.start}: not UTF-8 text; save the file as UTF-8"
@@ -233,21 +261,19 @@ class CsvBatches(TableBatches):
             raise DataError(
                 f"{path} has no header and no rows; the first line of CSV has the names of columns"
             )
-        self.is_named = not all(is_written_number(one) for one in fields)
+        self.is_named = _is_header(fields)
         made = unnamed(len(fields))
         self.names = tuple(one or made[at] for at, one in enumerate(fields)) if self.is_named else made
         self.ragged = []
-        asked = {
-            self.names[int(one)] if one.isdecimal() and int(one) < len(made) else one for one in categorical
-        }
         self.is_single = dict.fromkeys(self.names, False)
         first = next(self.read(self.names, self._block, skip_bad=True), None)
         if first is None:
             # Where all rows are wrong, this says what is.
             next(self.read(self.names, self._block, skip_bad=False), None)
             raise DataError(f"{path} has a header and no rows; give at least one")
-        kinds = {name: _kind_of(first.column(at)) for at, name in enumerate(self.names)}
-        self.kinds = {name: TEXT if name in asked else kind for name, kind in kinds.items()}
+        found = {name: _kind_of(first.column(at)) for at, name in enumerate(self.names)}
+        self.kinds = {name: kind for name, (kind, _) in found.items()}
+        self.doubts = {name: doubt for name, (_, doubt) in found.items() if doubt is not None}
 
     def read(self, names: Sequence[str], count: int, *, skip_bad: bool) -> Iterator[Any]:
         import pyarrow
@@ -283,7 +309,7 @@ class CsvBatches(TableBatches):
                 for batch in reader:
                     for begin in range(0, len(batch), count):
                         yield batch.slice(begin, count)
-            except (OSError, EOFError, ValueError, pyarrow.ArrowException) as error:
+            except (OSError, EOFError, ValueError, zlib.error, pyarrow.ArrowException) as error:
                 row = wrong[-1] if wrong else None
                 if row is not None and _is_open(row.text):
                     raise DataError(
@@ -312,7 +338,15 @@ def _opened(path: Path, stack: ExitStack) -> Any:
     with path.open("rb") as file:
         is_gzip = file.read(2) == b"\x1f\x8b"
     opened: io.BufferedIOBase = stack.enter_context(path.open("rb"))
-    return stack.enter_context(gzip.GzipFile(fileobj=opened)) if is_gzip else opened
+    return _Utf8(stack.enter_context(gzip.GzipFile(fileobj=opened)) if is_gzip else opened)
+
+
+def _is_header(fields: Sequence[str]) -> bool:
+    """Numbers, of which some may be missing, are a row; but 0, 1, 2, … count columns, as pandas writes them."""
+    given = [one for one in fields if one]
+    if not given or not all(is_written_number(one) for one in given):
+        return True
+    return len(given) > 2 and given == [str(at) for at in range(len(given))]
 
 
 def is_written_number(text: str) -> bool:
@@ -322,9 +356,20 @@ def is_written_number(text: str) -> bool:
     return False
 
 
-def _kind_of(column: Any) -> str:
+def _kind_of(column: Any) -> tuple[str, str | None]:
+    """What a column holds; of texts a doubt, where most of them are numbers, or are without their commas."""
+    from pyarrow import compute
+
     _, bad = numbers_of(column)
-    return TEXT if bad.sum() > _TEXT_SHARE * max(1, len(column) - column.null_count) else NUMBER
+    given = max(1, len(column) - column.null_count)
+    if bad.sum() <= _TEXT_SHARE * given:
+        return NUMBER, None
+    texts, _ = as_text(column)
+    if bad.sum() <= given / 2:
+        return TEXT, texts[int(np.argmax(bad))].as_py()
+    _, still = numbers_of(compute.replace_substring(texts, ",", ""))
+    is_comma = still.sum() <= _TEXT_SHARE * given
+    return TEXT, texts[int(np.argmax(bad & ~still))].as_py() if is_comma else None
 
 
 @contextmanager

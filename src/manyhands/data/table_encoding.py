@@ -49,7 +49,8 @@ class TableEncoding:
     ) -> Rows:
         """Rows of encoded values as a linear model takes them; what is missing is left out.
 
-        DataError names the row, the first of which is `begin`, of a number that single precision does not hold.
+        DataError names the row, the first of which is `begin`, of a number or label that single precision does not
+        hold.
         """
         firsts, texts = self.firsts, np.array([name in self.categories for name in self.names])
         is_known = ~np.isnan(values)
@@ -61,6 +62,14 @@ class TableEncoding:
             at = f"row {begin + row + 1}, column {self.names[column]!r}"
             raise DataError(
                 f"{where}, {at}: {values[row, column]:g} is beyond single precision; scale the column"
+            )
+        given = np.zeros(len(values)) if labels is None else labels
+        changed = (given.astype(np.float32) != given) & (given == given.round())
+        if changed.any():
+            row = int(np.argmax(changed))
+            raise DataError(
+                f"{where}, row {begin + row + 1}: label {given[row]:.17g} is beyond single precision; number the "
+                "labels from 0"
             )
         kept = entries != 0
         nothing = np.full(len(values), np.nan, np.float32)

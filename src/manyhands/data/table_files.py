@@ -10,6 +10,7 @@ Columns are numbers or texts; a value that is neither, or not what its column ho
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -32,6 +33,7 @@ from manyhands.data.matrix_files import (
 from manyhands.data.table_batches import (
     NUMBER,
     SKIP,
+    SUBSTITUTE,
     TEXT,
     CsvBatches,
     FrameBatches,
@@ -54,8 +56,10 @@ __all__ = [
     "is_frame",
     "open_matrix",
     "open_table",
+    "refuse_columns",
 ]
 
+_log = logging.getLogger("manyhands")
 LABEL_NAMES: Final = ("label", "target", "y")
 _MOST_TEXTS: Final = (1 << 20) - 1  # of a column
 _MAGIC: Final = {b"\x93NUMPY": "npy", b"PAR1": "parquet"}
@@ -69,7 +73,8 @@ class TableReading:
     labelled: bool = (
         True  # whether rows must have labels: in the column called label, target or y if in no other
     )
-    categorical: tuple[str, ...] = ()  # columns of CSV that are text, even where they look like numbers
+    categorical: tuple[str, ...] = ()
+    """Columns that are text, even where they look like numbers: names, or numbers of features from 0."""
     drop: tuple[str, ...] = ()  # columns that are not read
     skip_bad: bool = False  # leave out rows that are wrong and count them, instead of refusing the table
     finite: bool = False  # whether a row with an infinite number is wrong
@@ -111,10 +116,11 @@ def open_matrix(data: Any, label: str | None = None, reading: TableReading | Non
         return open_table(data, reading)
     path = Path(data)
     kind = file_kind(path)
+    if kind not in ("npy", "text"):
+        return open_table(path, reading)
+    refuse_columns(reading, path)
     if kind == "npy":
         return NpyMatrix(path, label)
-    if kind != "text":
-        return open_table(path, reading)
     if label is not None:
         raise UserError(
             f"label={label!r}: {path} is LIBSVM text, whose labels come first in each line; leave it out"
@@ -126,7 +132,7 @@ def open_table(data: Any, reading: TableReading | None = None, *, scanned: bool 
     """A CSV or Parquet file, or a table in memory.
 
     Where it has columns of text these are read once, unless it is not `scanned`: then all columns are numbers, until
-    it is `encoded` as a model has it.
+    it is `encoded` as a model has it, with the labels of the model.
     """
     reading = reading or TableReading()
     try:
@@ -140,13 +146,21 @@ def open_table(data: Any, reading: TableReading | None = None, *, scanned: bool 
     elif file_kind(data) == "parquet":
         batches = ParquetBatches(Path(data))
     else:
-        batches = CsvBatches(Path(data), reading.categorical)
+        batches = CsvBatches(Path(data))
     twice = next((name for name in batches.names if batches.names.count(name) > 1), None)
     if twice is not None:
         raise DataError(f"{batches.path} has two columns called {twice!r}; give each a name of its own")
-    if scanned:
-        return TableMatrix(batches, _found_encoding(batches, reading), reading)
-    return TableMatrix(batches, TableEncoding(names=batches.names, is_named=batches.is_named), reading)
+    return TableMatrix(batches, _found_encoding(batches, reading, scanned=scanned), reading)
+
+
+def refuse_columns(reading: TableReading, where: Any, *, categorical: bool = True) -> None:
+    """UserError for columns that are named of what is no table; `categorical` ones may have a meaning elsewhere."""
+    asked = {"drop": reading.drop, "categorical": reading.categorical if categorical else ()}
+    for option, columns in asked.items():
+        if columns:
+            raise UserError(
+                f"{option}={','.join(columns)!r}: {where} is no table (CSV, Parquet, a DataFrame); leave it out"
+            )
 
 
 class TableMatrix(MatrixFile):
@@ -194,6 +208,12 @@ class TableMatrix(MatrixFile):
     def blocks(
         self, block_bytes: int = BLOCK_BYTES, on_bytes: OnBytes | None = None
     ) -> Iterator[MatrixBlock]:
+        for name in self._places:
+            kind = self._batches.kinds[name]
+            if kind not in (NUMBER, TEXT):
+                raise DataError(
+                    f"{self.path}: column {name!r} is {kind}, neither numbers nor text; leave it out with --drop {name}"
+                )
         self.left_out = self.new_texts = seen = begin = 0
         count = max(1, block_bytes // (self.columns * self._dtype.itemsize))
         for batch in self._batches.read(self._places, count, skip_bad=self.reading.skip_bad):
@@ -279,18 +299,20 @@ def _problem(value: Any, what: str, known: Sequence[str]) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return f"the {what} is missing; {SKIP}"
     if isinstance(value, bytes):
-        try:
-            value = value.decode()
-        except UnicodeDecodeError:
-            return f"{value[:40]!r} is not UTF-8 text; save the file as UTF-8, or leave such rows out with --skip-bad"
+        value = value.decode()
+        if SUBSTITUTE in value:
+            shown = value.replace(SUBSTITUTE, "\ufffd")[:40]
+            return (
+                f"{shown!r} is not UTF-8 text; save the file as UTF-8, or leave such rows out with --skip-bad"
+            )
     if known:
         shown = ", ".join(known[:5]) + ", …" * (len(known) > 5)
         return f"the {what} {str(value)[:40]!r} is new; those of training are {shown}; {SKIP}"
     return f"{str(value)[:40]!r} is not a {'finite ' * is_written_number(str(value))}number; {SKIP}"
 
 
-def _found_encoding(batches: TableBatches, reading: TableReading) -> TableEncoding:
-    """That of a table of which nothing is known yet."""
+def _found_encoding(batches: TableBatches, reading: TableReading, *, scanned: bool) -> TableEncoding:
+    """That of a table of which nothing is known yet; what its texts are is found where it is `scanned`."""
     where, known = batches.path, batches.names
     for name in reading.drop:
         if name not in known or not batches.is_named:
@@ -302,7 +324,8 @@ def _found_encoding(batches: TableBatches, reading: TableReading) -> TableEncodi
         raise DataError(
             f"{where} has {batches.rows} rows and {len(names)} columns; give at least one of each"
         )
-    texts = _texts(batches, [name for name in known if name in (*names, label)], reading)
+    read = [name for name in known if name in (*names, label)]
+    texts = _texts(batches, read, _categorical(batches, names, reading), reading) if scanned else {}
     return TableEncoding(
         names=tuple(names) if batches.is_named else unnamed(len(names)),
         categories={
@@ -312,7 +335,7 @@ def _found_encoding(batches: TableBatches, reading: TableReading) -> TableEncodi
         },
         label=label,
         classes=texts.get(label, ()) if label is not None else (),
-        label_index=0 if label is None else [one for one in known if one in (*names, label)].index(label),
+        label_index=0 if label is None else read.index(label),
         is_named=batches.is_named,
     )
 
@@ -337,15 +360,37 @@ def _label_name(batches: TableBatches, reading: TableReading) -> str | None:
     return found
 
 
-def _texts(batches: TableBatches, names: Sequence[str], reading: TableReading) -> dict[str, tuple[str, ...]]:
+def _categorical(batches: TableBatches, names: Sequence[str], reading: TableReading) -> set[str]:
+    """The columns that are asked to be text: by name, or by number among those of features."""
+    found = set()
+    for one in reading.categorical:
+        if one in names and batches.is_named:
+            found.add(one)
+        elif one.isdecimal() and len(one) < 19 and int(one) < len(names):
+            found.add(names[int(one)])
+        else:
+            called = f"names {', '.join(names[:5])}, … or " if batches.is_named else ""
+            raise UserError(f"categorical={one!r}: no such column; use {called}numbers 0 to {len(names) - 1}")
+    return found
+
+
+def _texts(
+    batches: TableBatches, names: Sequence[str], asked: set[str], reading: TableReading
+) -> dict[str, tuple[str, ...]]:
     """The texts of every column of text, sorted; a pass over these columns, where there are any."""
-    for name in names:
-        if batches.kinds[name] not in (NUMBER, TEXT):
+    for name in [one for one in names if one in batches.doubts and one not in asked]:
+        doubt, where = batches.doubts[name], f"{batches.path}: column {name!r}"
+        if "," in doubt:
             raise DataError(
-                f"{batches.path}: column {name!r} is {batches.kinds[name]}, neither numbers nor text; leave it out "
-                f"with --drop {name}"
+                f"{where} has numbers with commas, such as {doubt[:40]!r}; write a point before decimals and nothing "
+                f"between thousands, or make it text with --categorical {name}"
             )
-    found: dict[str, set[str]] = {name: set() for name in names if batches.kinds[name] == TEXT}
+        _log.warning(
+            "manyhands: %s is text: more than one value in ten is not a number, such as %r", where, doubt[:40]
+        )
+    found: dict[str, set[str]] = {
+        name: set() for name in names if batches.kinds[name] == TEXT or name in asked
+    }
     if found:
         for batch in batches.read(list(found), 1 << 16, skip_bad=reading.skip_bad):
             for place, (name, texts) in enumerate(found.items()):

@@ -61,7 +61,9 @@ class TableOptions:
     """What of a table is read: CSV, Parquet."""
 
     categorical: str | None = option(
-        None, "categorical columns besides those of text, by name or number: zip,7", metavar="COLUMNS"
+        None,
+        "categorical columns besides those of text, by name or number of the feature: zip,7",
+        metavar="COLUMNS",
     )
     drop: str | None = option(None, "columns of a table to leave out, by name: id,name", metavar="COLUMNS")
     skip_bad: bool = option(False, "skip invalid lines or rows and count them", flag="--skip-bad")

@@ -25,6 +25,7 @@ from sklearn.base import (
 )
 from sklearn.utils import assert_all_finite
 from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.sparsefuncs import mean_variance_axis
 from sklearn.utils.validation import check_consistent_length, check_is_fitted, column_or_1d, validate_data
 
 from manyhands.data.row_files import Rows, RowText
@@ -69,6 +70,13 @@ def _values(estimator: Any, given: Any, *, fitting: bool, **checks: Any) -> Any:
 def _classes(estimator: Any, labels: Any, rows: int) -> NDArray[np.float64]:
     """The class of each row, from 0; `classes_` are the labels, sorted."""
     labels = column_or_1d(labels, warn=True)
+    if labels.dtype == object:
+        known = (isinstance(one, str | int | float | np.generic) and bool(one == one) for one in labels)
+        wrong = next((at for at, is_known in enumerate(known) if not is_known), None)
+        if wrong is not None:
+            raise UserError(
+                f"y, row {wrong + 1}: {str(labels[wrong])[:40]} is no label; give texts or numbers"
+            )
     assert_all_finite(labels, input_name="y")
     check_classification_targets(labels)
     found, codes = np.unique(labels, return_inverse=True)
@@ -118,7 +126,8 @@ class _Boosting(BaseEstimator):  # type: ignore[misc]
     def _grow(self, values: NDArray[Any], targets: NDArray[np.float64], objective: str) -> None:
         if len(values) < 2:
             raise UserError("X has n_samples=1; trees need at least two rows")
-        leaf = self.min_samples_leaf or max(1, min(_USUAL_LEAF, len(values) // _USUAL_LEAF))
+        usual = max(1, min(_USUAL_LEAF, len(values) // _USUAL_LEAF))
+        leaf = usual if self.min_samples_leaf is None else self.min_samples_leaf
         options = GbdtOptions(
             objective=objective,
             trees=self.n_estimators,
@@ -226,7 +235,7 @@ class LogisticRegression(_Classifier, BaseEstimator):  # type: ignore[misc]
         usual = max(5, min(_MOST_PASSES, _EXAMPLES_LEARNED // values.shape[0]))
         options = LogregOptions(
             learner=self.learner,
-            passes=self.passes or usual,
+            passes=usual if self.passes is None else self.passes,
             rate=self.rate,
             l1=self.l1,
             l2=self.l2,
@@ -295,7 +304,9 @@ class TruncatedSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
             dense = values.toarray() if hasattr(values, "indptr") else np.ascontiguousarray(values)
             self.model_ = train_svd(dense, options, workers=self.workers).model
         self.singular_values_, self.components_ = self.model_.singular_values, self.model_.components
-        self.explained_variance_ratio_, self._n_features_out = self.model_.explained_ratio, self.n_components
+        self._n_features_out = self.n_components
+        variances = np.var(self._projected(values), axis=0)
+        self.explained_variance_ratio_ = variances / max(_variance(values), np.finfo(float).tiny)
         return self
 
     def _matrix(self, given: Any, *, fitting: bool) -> Any:
@@ -314,7 +325,17 @@ class TruncatedSVD(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
 
     def transform(self, X: Any) -> NDArray[np.float64]:  # noqa: N803
         check_is_fitted(self)
-        found = self._matrix(X, fitting=False) @ self.components_.T
+        return self._projected(self._matrix(X, fitting=False))
+
+    def _projected(self, values: Any) -> NDArray[np.float64]:
+        found = values @ self.components_.T
         if self.model_.mean is not None:
             found = found - self.model_.mean @ self.components_.T
         return np.asarray(found)
+
+
+def _variance(values: Any) -> float:
+    """The sum of the variances of all columns."""
+    if not hasattr(values, "indptr"):
+        return float(np.var(values, axis=0, dtype=np.float64).sum())
+    return float(mean_variance_axis(values, axis=0)[1].sum())

@@ -37,12 +37,15 @@ class _Table(seam.TableOptions, GbdtOptions):
     )
     target: str | None = seam.target_option()
 
-    def source(self, path: str) -> RowSource:
+    def source(self, path: str, *, is_known: bool = False) -> RowSource:
+        """Rows to train on, or others, of which it `is_known` by those what a table of them has."""
         from manyhands.data.row_files import Reading
+        from manyhands.data.table_files import TableReading
         from manyhands.workloads.gbdt.row_sources import open_source
 
         reading = Reading(threads=len(os.sched_getaffinity(0)), skip_bad=self.skip_bad)
-        return open_source(path, reading, self.target, table=self.table_reading())
+        table = TableReading(skip_bad=self.skip_bad) if is_known else self.table_reading()
+        return open_source(path, reading, self.target, scanned=not is_known, table=table)
 
     def table(
         self, valid: str | None = None, fraction: float | None = None, start: Any = None
@@ -55,7 +58,7 @@ class _Table(seam.TableOptions, GbdtOptions):
             fraction = _HELD_OUT if self.train in EMBEDDED and valid is None else 0.0
         return TableChoice(
             train=self.source(self.train),
-            valid=self.source(valid) if valid is not None else None,
+            valid=self.source(valid, is_known=True) if valid is not None else None,
             valid_fraction=fraction,
             categorical=seam.listed(self.categorical),
             start=None if start is None else read_model(start),
@@ -93,7 +96,7 @@ def _train(asked: _TrainGbdt, keep: Keeping, bars: Bars) -> TrainEnd:
     from manyhands.workloads.gbdt.text_format import MODEL_TEXT, write_model
     from manyhands.workloads.gbdt.training import train_gbdt
 
-    test = asked.source(asked.test) if asked.test is not None else None
+    test = asked.source(asked.test, is_known=True) if asked.test is not None else None
     table, options = asked.table(asked.valid, asked.valid_fraction, asked.start), narrowed(GbdtOptions, asked)
     how: dict[str, Any] = {"strategy": asked.strategy, "workers": asked.workers}
     result = train_gbdt(table, options, bars=bars, keep=keep, **how)

@@ -19,7 +19,15 @@ from manyhands.data.file_reader import bundled_file
 from manyhands.data.matrix_files import NpyMatrix
 from manyhands.data.row_files import Reading, RowFile, Rows
 from manyhands.data.table_encoding import TableEncoding, unnamed
-from manyhands.data.table_files import LABEL_NAMES, TableMatrix, TableReading, file_kind, is_frame, open_table
+from manyhands.data.table_files import (
+    LABEL_NAMES,
+    TableMatrix,
+    TableReading,
+    file_kind,
+    is_frame,
+    open_table,
+    refuse_columns,
+)
 from manyhands.errors import DataError, UserError, nearest
 from manyhands.workloads.logreg.labels import NO_LABELS, Labels
 
@@ -289,28 +297,33 @@ def open_source(
     label: str | None = None,
     *,
     labelled: bool = True,
+    scanned: bool = True,
     table: TableReading | None = None,
 ) -> RowSource:
     """The rows of a file, by its ending or its first bytes, of a DataFrame, or of one of `EMBEDDED` by its name.
 
     `label` is the column of the labels in npy files and tables: a number from 0, or a name; usually column 0 of npy,
     and one called label, target or y. Where rows are to be predicted, `labelled` may be False: without a `label`, no
-    column is one then. `table` says what else of a table is read.
+    column is one then. `table` says what else of a table is read. A table that is not `scanned` is read as a model has
+    it, by `for_names`: what texts it has is not looked at.
     """
     asked = replace(table or TableReading(), label=label, labelled=labelled or label is not None)
+    scanned = scanned and asked.labelled
     if is_frame(data):
-        return _TableSource(open_table(data, asked, scanned=asked.labelled))
+        return _TableSource(open_table(data, asked, scanned=scanned))
     text = str(data)
     if text in EMBEDDED and not Path(text).exists():
+        refuse_columns(asked, text, categorical=False)
         return EMBEDDED[text]()
     if text != "-" and not Path(text).is_file():
         hint = "" if Path(text).suffix or "/" in text else f"; embedded: {', '.join(EMBEDDED)}"
         raise UserError(f"{text} cannot be read: no such file{hint}")
     kind = file_kind(text)
+    if kind not in ("npy", "text"):
+        return _TableSource(open_table(text, asked, scanned=scanned))
+    refuse_columns(asked, text, categorical=False)
     if kind == "npy":
         return _NpySource(NpyMatrix(Path(text), "0" if label is None and labelled else label))
-    if kind != "text":
-        return _TableSource(open_table(text, asked, scanned=asked.labelled))
     if label is not None:
         raise UserError(f"label={label!r}: in text files the label is the first word of a line; leave it out")
     return _TextSource(text, reading or Reading())

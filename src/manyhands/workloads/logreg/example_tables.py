@@ -17,6 +17,7 @@ from manyhands.data.table_files import (
     file_kind,
     is_frame,
     open_table,
+    refuse_columns,
 )
 from manyhands.errors import DataError, UserError
 
@@ -52,7 +53,13 @@ def open_examples(
     reading = reading or Reading()
     asked = replace(table or TableReading(), skip_bad=reading.skip_bad, finite=True)
     kind = "frame" if is_frame(data) else file_kind(data) if reading.format == "auto" else "text"
+    if kind in ("npy", "text"):
+        refuse_columns(asked, data)
     if kind == "text":
+        if asked.label is not None:
+            raise UserError(
+                f"label={asked.label!r}: in text files the label is the first word of a line; leave it out"
+            )
         return RowFile(data, reading)
     if reading.bits is not None:
         raise UserError(f"bits={reading.bits}: the columns of a table are not hashed; leave it out")
@@ -60,9 +67,9 @@ def open_examples(
         return ExampleTable(SparseTable(_npy(Path(data), asked, encoding)), reading)
     if encoding is None:
         return ExampleTable(SparseTable(open_table(data, asked)), reading)
-    found = open_table(data, asked, scanned=asked.labelled)
+    found = open_table(data, asked, scanned=False)
     if asked.labelled:
-        encoding = replace(encoding, label=found.encoding.label, classes=found.encoding.classes)
+        encoding = replace(encoding, label=found.encoding.label)
     rows = found.encoded(encoding, labelled=asked.labelled, labels=asked.labels)
     return ExampleTable(SparseTable(rows), reading)
 
