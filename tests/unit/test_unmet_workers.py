@@ -104,6 +104,27 @@ def test_a_successor_finds_what_its_predecessor_took_part_in() -> None:
         late.meet(Call.BARRIER)
 
 
+def test_what_was_exchanged_inside_batches_that_are_done_is_forgotten() -> None:
+    """As many values as there are in two batches, however many there were; those between loops stay."""
+    store = HashStore()
+
+    def train(rank: int) -> list[list[float]]:
+        one, at = words(store, rank), "0"
+        one.position = lambda: at
+        sums = [one.total(torch.ones(1)).tolist()]
+        for batch in range(20):
+            at = f"{batch} inside"
+            sums += [one.total(torch.tensor([1.0 * batch])).tolist() for _ in range(3)]
+        at = "20"
+        return [*sums, one.total(torch.ones(1)).tolist()]
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(train, range(2)))
+    assert found == [[[2.0], *([2.0 * batch] for batch in range(20) for _ in range(3)), [2.0]]] * 2
+    assert store.num_keys() <= 2 * (2 + 2 * 3)
+    assert store.check(["@0/1/0", "@20/1/1", "@19 inside/3/0"])
+
+
 def test_workers_at_batches_of_their_own_exchange_nothing() -> None:
     alone = words(HashStore(), 1, timeout_s=0.0)
     alone.is_apart = lambda: True

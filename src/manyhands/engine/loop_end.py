@@ -46,6 +46,10 @@ class GroupStore:
     def find(self, name: str) -> bytes | None:
         return bytes.fromhex(self._store.get(name).decode()) if self._store.check([name]) else None
 
+    def remove(self, name: str) -> None:
+        """Forget a value that nobody will ask for."""
+        self._store.delete_key(name)
+
     def first(self, name: str, value: bytes) -> bytes:
         """The value of the first who brought one: this, or an earlier one."""
         return bytes.fromhex(self._store.compare_set(name, "", value.hex()).decode())

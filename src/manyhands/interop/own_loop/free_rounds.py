@@ -35,6 +35,8 @@ from manyhands.interop.own_loop.small_sums import AloneCollective, Call, Word, W
 
 __all__ = ["FreeRounds", "StoreWords"]
 
+INSIDE = " inside"  # what a position ends with while a batch is computed
+
 
 class StoreWords(Words):
     """What workers exchange between steps, over the store; a successor finds what its predecessor took part in."""
@@ -43,6 +45,7 @@ class StoreWords(Words):
         super().__init__(AloneCollective())
         self.rank, self.world, self._store = end.rank, end.world, end.store
         self._at, self._numbers = "", Counter[str]()
+        self._inside: dict[str, list[str]] = {}  # what this worker brought inside a batch, by position
         self.position: Callable[[], str] = lambda: "0"  # how many batches the loop has passed, or is in
         self.is_apart: Callable[[], bool] = lambda: False  # whether this worker is at a batch of its own
 
@@ -60,10 +63,23 @@ class StoreWords(Words):
             return [value]
         name = self.name()
         mine = self._store.first(f"{name}/{self.rank}", value)
-        return [
+        found = [
             mine if rank == self.rank else self._store.get(f"{name}/{rank}", f"worker {rank}")
             for rank in range(self.world)
         ]
+        if self._at.endswith(INSIDE):
+            self._forget_passed(f"{name}/{self.rank}")
+        return found
+
+    def _forget_passed(self, name: str) -> None:
+        """Keep what this worker brought inside this batch; all are here, so none is inside an earlier one any more.
+
+        A successor passes over batches that are done, with all that was exchanged inside, so nobody asks for it.
+        """
+        for earlier in [position for position in self._inside if position != self._at]:
+            for one in self._inside.pop(earlier):
+                self._store.remove(one)
+        self._inside.setdefault(self._at, []).append(name)
 
     def meet(self, call: Call, value: float = 0.0) -> tuple[Word, ...]:
         found = map(json.loads, self.all(json.dumps([int(call), value]).encode()))
@@ -340,7 +356,7 @@ class FreeRounds(Rounds):
         Who has batches of its own may leave a loop at another one than the others: there, loops count.
         """
         place = str(self._passed()) if self.synchronous else f"loop {self._begun}"
-        return f"{place}{'' if self.readings.passed is None else ' inside'}"
+        return f"{place}{'' if self.readings.passed is None else INSIDE}"
 
     def _own_part(self, size: int) -> Turn | None:
         index, self._drawn = self._drawn, self._drawn + 1

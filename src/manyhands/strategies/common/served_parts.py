@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import ClassVar
 
 from torch import Tensor, nn
 
 from manyhands.errors import UserError
-from manyhands.strategy import Strategy
+from manyhands.strategy import Strategy, settings_of
 from manyhands.transport.link.interface import Link
 
 __all__ = ["ServedParts", "refuse_others"]
@@ -41,6 +40,6 @@ class ServedParts(ABC):
 
 def refuse_others(strategy: Strategy, *used: str) -> None:
     """UserError where `strategy` says something besides `used`, which are all that serving has a use for."""
-    for one in fields(strategy):
-        if one.name not in used and getattr(strategy, one.name) != one.default:
-            raise UserError(f"--strategy {strategy}: a served model has {used[0]} only; leave {one.name} out")
+    for name, one in settings_of(type(strategy)).items():
+        if name not in used and getattr(strategy, name) != one.default:
+            raise UserError(f"--strategy {strategy}: a served model has {used[0]} only; leave {name} out")
