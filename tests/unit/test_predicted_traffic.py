@@ -139,6 +139,21 @@ def test_a_schedule_sends_what_it_costs(name: str, world: int) -> None:
     assert of_helpers == Traffic()
 
 
+@pytest.mark.parametrize("world", range(1, 10))
+@pytest.mark.parametrize("name", [name for name, one in ALGORITHMS.items() if one.rotates])
+def test_every_rank_of_a_table_that_rotates_does_what_rank_0_does(name: str, world: int) -> None:
+    def sends(rank: int) -> list[set[tuple[int, int]]]:
+        """By round: to whom which chunk goes, counted from the rank itself."""
+        return [
+            {((send.to - rank) % world, (send.chunks[0] - rank) % world) for send in step.sends}
+            for step in ALGORITHMS[name].table(rank, world)
+        ]
+
+    tables = [ALGORITHMS[name].table(rank, world) for rank in range(world)]
+    assert all(len(send.chunks) == 1 for table in tables for step in table for send in step.sends)
+    assert all(sends(rank) == sends(0) for rank in range(world))
+
+
 class CountedGroup(LinkGroup):
     """Calls `exchange` as any group does, and counts what it would send."""
 

@@ -80,6 +80,9 @@ def _sent(
 def _sent_spans(algorithm: Algorithm, world: int) -> tuple[Counter[range], Counter[range]]:
     """How often each run of chunks is sent by ranks with a vector of their own, and by helpers."""
     spans: tuple[Counter[range], Counter[range]] = (Counter(), Counter())
+    if algorithm.rotates:  # a thousand tables take half a minute
+        times = sum(len(step.sends) for step in algorithm.table(0, world))
+        return Counter({range(chunk, chunk + 1): times for chunk in range(world)}), spans[1]
     for rank in range(world):
         table = algorithm.table(rank, world)
         spans[not algorithm.gives(rank, world)].update(send.chunks for step in table for send in step.sends)
