@@ -167,25 +167,34 @@ def _estimate(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Me
     for text, one in rows:
         if one.what:
             out.print(f"{text}, besides: {one.what}")
+    if None in sent.values():
+        out.print("?: what is sent is not modelled with these settings.")
     out.print(
         f"Activations were {found.how}. Memory of torch, the data and the processes themselves is not counted."
     )
-    figures = asdict(replace(model, traced=None))
+    write_json(common.json_file, _written(entry.name, workers, found, rows, sent))
+
+
+def _written(
+    task: str,
+    workers: int,
+    found: Estimate,
+    rows: Sequence[tuple[str, WorkerMemory]],
+    sent: Mapping[str, Sequence[WorkerTraffic] | None],
+) -> dict[str, Any]:
+    figures = asdict(replace(found.footprint, traced=None))
     del figures["traced"]
-    write_json(
-        common.json_file,
-        {
-            "task": entry.name,
-            "workers": workers,
-            "model": figures,
-            "activations": found.how,
-            "memory": [{"strategy": text, **asdict(one), "total": one.total} for text, one in rows],
-            "sent_per_step": {
-                text: None if found is None else [asdict(one) for one in found]
-                for text, found in sent.items()
-            },
+    return {
+        "task": task,
+        "workers": workers,
+        "model": figures,
+        "activations": found.how,
+        "memory": [{"strategy": text, **asdict(one), "total": one.total} for text, one in rows],
+        "sent_per_step": {
+            text: None if traffic is None else [asdict(one) for one in traffic]
+            for text, traffic in sent.items()
         },
-    )
+    }
 
 
 def _needs(task: AnyTask, strategy: Strategy, workers: int, found: Estimate) -> list[WorkerMemory]:
