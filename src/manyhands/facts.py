@@ -5,9 +5,11 @@ Whoever wants to know something about a strategy asks the value for a fact; nobo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum, unique
+from typing import Any
 
 __all__ = [
     "BY_CHANCE",
@@ -30,10 +32,13 @@ __all__ = [
     "Promises",
     "Split",
     "Stepping",
+    "TracedModel",
     "Truth",
     "Waits",
     "WorkerMemory",
+    "WorkerTraffic",
     "shared_copy",
+    "silent",
 ]
 
 
@@ -229,6 +234,23 @@ class LayerFootprint:
     lasts: bool = False  # whether it is used all over the model, so that it cannot come and go with one layer
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TracedModel:
+    """A task's model and optimizer, built without memory: strategies lay out, or play, what they send on it.
+
+    Nobody changes it; a strategy whose layers are to be sliced builds a model of its own.
+    """
+
+    task: Any  # the Task
+    model: Any  # its module; the tensors may have no memory
+    optimizer: Any  # of this model's parameters
+    tracing: Callable[[], AbstractContextManager[Any]]  # while it is open, new tensors have no memory
+    batch: Callable[[int], Any]  # a batch of so many samples, or fewer where there are fewer; with memory
+    played: dict[Any, Any] = field(
+        default_factory=dict
+    )  # what strategies have found by playing, to find it once
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFootprint:
     """The bytes of one whole model in training, each part counted once."""
@@ -242,6 +264,7 @@ class ModelFootprint:
     batch_size: int = 1  # samples of a global batch
     microbatches: int = 1  # in how many pieces a share of it is computed
     layers: tuple[LayerFootprint, ...] = ()
+    traced: TracedModel | None = field(default=None, repr=False, compare=False)  # None: only sums are known
 
     @property
     def weights(self) -> int:
@@ -276,6 +299,26 @@ class WorkerMemory:
     def total(self) -> int:
         """Of one of them."""
         return self.weights + self.gradients + self.state + self.activations + self.besides
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerTraffic:
+    """What each of `count` processes sends in one step of a long run, on average."""
+
+    who: str
+    count: int = 1
+    num_bytes: float = 0.0
+    messages: float = 0.0
+
+    @classmethod
+    def of_all(cls, who: str, count: int, num_bytes: float, messages: float) -> WorkerTraffic:
+        """Of `count` processes that send so much together."""
+        return cls(who=who, count=count, num_bytes=num_bytes / count, messages=messages / count)
+
+
+def silent(workers: int) -> list[WorkerTraffic]:
+    """Of workers that send nothing."""
+    return [WorkerTraffic(who="worker", count=workers)]
 
 
 def shared_copy(model: ModelFootprint, workers: int, parts: int) -> list[WorkerMemory]:

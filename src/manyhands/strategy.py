@@ -28,6 +28,7 @@ from manyhands.facts import (
     Split,
     Truth,
     WorkerMemory,
+    WorkerTraffic,
 )
 from manyhands.strategies.registry import ALIASES, STRATEGIES
 
@@ -277,6 +278,16 @@ class Strategy(ABC):
                 activations=model.activations(parts),
             )
         ]
+
+    def sends(self, model: ModelFootprint, workers: int) -> list[WorkerTraffic] | None:
+        """What each kind of its processes sends in a step of a full batch, on one host; None: not modelled.
+
+        Bytes are those that a run counts as `sent`: the contents of messages, or what others read in shared memory.
+        """
+        find, traced = STRATEGIES[self.word].load_traffic(), model.traced
+        if find is None or traced is None:
+            return None
+        return cast("list[WorkerTraffic] | None", find(self, traced, workers))
 
     def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
         """Raise the UserError that says why `fit` cannot train so, with a step that is `compiled` or is not."""

@@ -187,8 +187,13 @@ def test_the_command_has_a_row_for_every_strategy_and_writes_it(tmp_path: Path) 
     assert shown.exit_code == 0, shown.output
     for word in ("single", "mirrored", "sharded", "ps", "shared by all"):
         assert word in shown.output
-    rows = json.loads(report.read_text())["memory"]
-    assert {row["strategy"] for row in rows} == STRATEGIES.keys()
+    written = json.loads(report.read_text())
+    rows, sent = written["memory"], written["sent_per_step"]
+    assert {row["strategy"] for row in rows} == STRATEGIES.keys() == sent.keys()
+    assert sent["single"] == [{"who": "worker", "count": 1, "num_bytes": 0, "messages": 0}]
+    assert sent["mirrored"][0]["num_bytes"] > sent["central"][0]["num_bytes"] > 0
+    assert all(text in shown.output for text in ("sent/step", "messages", "10 × client"))
+    assert "traced" not in written["model"]
     total = {row["strategy"]: row["total"] for row in rows if row["who"] == "worker"}
     assert total["sharded"] < total["mirrored"] < total["single"]
 

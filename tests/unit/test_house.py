@@ -121,8 +121,8 @@ def test_times_of_a_step_are_booked_in_one_place() -> None:
 
 
 ROLES = {
-    "__init__.py", "command.py", "exchange.py", "kernel.py", "model.py", "options.py", "registry.py",
-    "strategy.py", "task.py", "training.py",
+    "__init__.py", "command.py", "exchange.py", "kernel.py", "model.py", "options.py", "predicted.py",
+    "registry.py", "strategy.py", "task.py", "training.py",
 }  # fmt: skip
 """File names that mean the same in every folder that has one."""
 

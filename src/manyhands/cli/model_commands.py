@@ -5,7 +5,10 @@ cut, and `manyhands memory TASK` says what every worker would hold.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
 
     from manyhands.engine.kernel_task import AnyTask
     from manyhands.engine.placement.tracing import Graph
-    from manyhands.facts import WorkerMemory
+    from manyhands.facts import WorkerMemory, WorkerTraffic
     from manyhands.foresight.estimate import Estimate
     from manyhands.task import Task
 
@@ -140,15 +143,18 @@ def _estimate(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Me
         task = entry.build(**task_options)
         found = estimate(task, say)
         say("dividing it as each strategy does")
-        rows = []
+        rows: list[tuple[str, WorkerMemory]] = []
+        sent: dict[str, list[WorkerTraffic] | None] = {}
         for text, strategy in zip(texts, strategies, strict=True):
+            shown = str(strategy) if named else text
             try:
                 needs = _needs(task, strategy, workers, found)
+                sent[shown] = strategy.sends(found.footprint, _of(strategy, workers))
             except UserError:
                 if named:
                     raise
                 continue  # not for this network, or not with so many workers
-            rows += [(str(strategy) if named else text, one) for one in needs]
+            rows += [(shown, one) for one in needs]
     model = found.footprint
     out = Console(highlight=False)
     if not out.is_terminal:
@@ -157,23 +163,38 @@ def _estimate(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Me
         f"{entry.name}: parameters {format_bytes(model.parameters)}, gradients {format_bytes(model.gradients)}, "
         f"optimizer state {format_bytes(model.state)}; batches of {model.batch_size}, {num_of(workers, 'worker')}"
     )
-    out.print(_table(rows), highlight=True)
+    out.print(_table(rows, sent), highlight=True)
     for text, one in rows:
         if one.what:
             out.print(f"{text}, besides: {one.what}")
+    if None in sent.values():
+        out.print("?: what is sent is not modelled with these settings.")
     out.print(
         f"Activations were {found.how}. Memory of torch, the data and the processes themselves is not counted."
     )
-    write_json(
-        common.json_file,
-        {
-            "task": entry.name,
-            "workers": workers,
-            "model": asdict(model),
-            "activations": found.how,
-            "memory": [{"strategy": text, **asdict(one), "total": one.total} for text, one in rows],
+    write_json(common.json_file, _written(entry.name, workers, found, rows, sent))
+
+
+def _written(
+    task: str,
+    workers: int,
+    found: Estimate,
+    rows: Sequence[tuple[str, WorkerMemory]],
+    sent: Mapping[str, Sequence[WorkerTraffic] | None],
+) -> dict[str, Any]:
+    figures = asdict(replace(found.footprint, traced=None))
+    del figures["traced"]
+    return {
+        "task": task,
+        "workers": workers,
+        "model": figures,
+        "activations": found.how,
+        "memory": [{"strategy": text, **asdict(one), "total": one.total} for text, one in rows],
+        "sent_per_step": {
+            text: None if traffic is None else [asdict(one) for one in traffic]
+            for text, traffic in sent.items()
         },
-    )
+    }
 
 
 def _needs(task: AnyTask, strategy: Strategy, workers: int, found: Estimate) -> list[WorkerMemory]:
@@ -193,20 +214,47 @@ def _of(strategy: Strategy, workers: int) -> int:
     return workers if strategy.most_workers is None else min(workers, strategy.most_workers)
 
 
-def _table(rows: list[tuple[str, Any]]) -> Table:
+def _table(
+    rows: Sequence[tuple[str, WorkerMemory]], sent: Mapping[str, Sequence[WorkerTraffic] | None]
+) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1))
     table.add_column("strategy")
     table.add_column("who", no_wrap=True)
-    for name in ("weights", "gradients", "optimizer", "activations", "besides", "each"):
+    for name in (
+        "weights",
+        "gradients",
+        "optimizer",
+        "activations",
+        "besides",
+        "each",
+        "sent/step",
+        "messages",
+    ):
         table.add_column(name, justify="right", no_wrap=True)
-    before = ""
-    for text, one in rows:
-        amounts = (one.weights, one.gradients, one.state, one.activations, one.besides)
-        who = one.who if one.count == 1 else f"{one.count} × {one.who}"
-        shown = [format_bytes(amount) if amount else "–" for amount in amounts]
-        table.add_row(text if text != before else "", who, *shown, format_bytes(one.total))
-        before = text
+    for text, of_one in groupby(rows, key=itemgetter(0)):
+        traffic, name = {one.who: one for one in sent[text] or ()}, text
+        for _, one in of_one:
+            amounts = (one.weights, one.gradients, one.state, one.activations, one.besides)
+            shown = [format_bytes(amount) if amount else "–" for amount in amounts]
+            own = _sent(traffic.pop(one.who, None), modelled=sent[text] is not None)
+            table.add_row(name, _who(one), *shown, format_bytes(one.total), *own)
+            name = ""
+        for other in traffic.values():  # they hold nothing of their own here, as clients of a simulation
+            table.add_row(name, _who(other), *["–"] * 6, *_sent(other, modelled=True))
     return table
+
+
+def _who(one: WorkerMemory | WorkerTraffic) -> str:
+    return one.who if one.count == 1 else f"{one.count} × {one.who}"
+
+
+def _sent(one: WorkerTraffic | None, *, modelled: bool) -> tuple[str, str]:
+    """Bytes and messages; a dash where nothing is sent, a question mark where that is not modelled."""
+    if not modelled:
+        return "?", "?"
+    if one is None or not one.messages:
+        return "–", "–"
+    return format_bytes(one.num_bytes), f"{one.messages:,.4g}"
 
 
 memory_app = task_commands(_estimate, "Estimate the memory for training {help}.")

@@ -23,7 +23,7 @@ from manyhands.data.batches import BatchSource
 from manyhands.data.randomness import seed_all
 from manyhands.engine.dynamo import optimizer_of
 from manyhands.errors import UserError
-from manyhands.facts import LayerFootprint, ModelFootprint, Stepping
+from manyhands.facts import LayerFootprint, ModelFootprint, Stepping, TracedModel
 from manyhands.strategies.common.sharding.layer_units import Unit, units_of
 from manyhands.strategies.common.sharding.optimizers import cannot_step, kept_by
 from manyhands.task import Task
@@ -91,6 +91,13 @@ def _estimate(task: Task, mode: FakeTensorMode | None, report: Callable[[str], N
                 lasts=unit.module is None,
             )
             for unit in units
+        ),
+        traced=TracedModel(
+            task=task,
+            model=model,
+            optimizer=optimizer,
+            tracing=lambda: mode if mode is not None else nullcontext(),
+            batch=lambda count: source.fetch(range(min(count, len(source)))),
         ),
     )
     return Estimate(footprint=footprint, how=_HOW[mode is not None], model=model)

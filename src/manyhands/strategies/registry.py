@@ -25,6 +25,8 @@ class StrategyEntry:
     """The modules that its processes need; empty where that is the training's."""
     serving: str = ""
     """What cuts a trained model for serving in parts; empty where it does not."""
+    traffic: str = ""
+    """What finds the traffic of a step of a traced model, for `Strategy.sends`; empty where it is not modelled."""
     loop: str = ""
     """What joins a loop of the user's own (a `LoopEnd`); empty where that is the training's exchange."""
 
@@ -52,6 +54,10 @@ class StrategyEntry:
         """The class that cuts a trained model (`ServedParts`), or None."""
         return _load(self.serving) if self.serving else None
 
+    def load_traffic(self) -> Any:
+        """What finds the traffic of a step; None where it is not modelled."""
+        return _load(self.traffic) if self.traffic else None
+
     def load_loop(self) -> Any:
         """What joins a loop of the user's own; None where that is the training's exchange."""
         return _load(self.loop) if self.loop else None
@@ -72,24 +78,31 @@ STRATEGIES: Final[dict[str, StrategyEntry]] = {
         "strategies.allreduce.strategy:Mirrored",
         "strategies.allreduce.training:AllReduceTraining",
         "strategies.allreduce.kernel:AllReduceKernels",
+        traffic="strategies.allreduce.predicted:sent_in_step",
     ),
     "allreduce": StrategyEntry(
         "strategies.allreduce.strategy:AllReduce",
         "strategies.allreduce.training:AllReduceTraining",
         "strategies.allreduce.kernel:AllReduceKernels",
         roles=("strategies.allreduce.training", "strategies.allreduce.elastic.member_process"),
+        traffic="strategies.allreduce.predicted:sent_in_step",
     ),
     "central": StrategyEntry(
-        "strategies.central.strategy:Central", "strategies.central.training:CentralTraining"
+        "strategies.central.strategy:Central",
+        "strategies.central.training:CentralTraining",
+        traffic="strategies.central.predicted:sent_in_step",
     ),
     "sharded": StrategyEntry(
-        "strategies.sharded.strategy:Sharded", "strategies.sharded.training:ShardedTraining"
+        "strategies.sharded.strategy:Sharded",
+        "strategies.sharded.training:ShardedTraining",
+        traffic="strategies.sharded.predicted:sent_in_step",
     ),
     "ps": StrategyEntry(
         "strategies.ps.strategy:Ps",
         "strategies.ps.training:PsTraining",
         roles=("strategies.ps.live.server_process", "strategies.ps.live.worker_process"),
         loop="strategies.ps.live.served_loop:ServedLoop",
+        traffic="strategies.ps.predicted:sent_in_step",
     ),
     "hogwild": StrategyEntry(
         "strategies.hogwild.strategy:Hogwild",
@@ -97,20 +110,28 @@ STRATEGIES: Final[dict[str, StrategyEntry]] = {
         "strategies.hogwild.kernel:HogwildKernels",
         loop="strategies.hogwild.shared_loop:SharedLoop",
     ),
-    "local": StrategyEntry("strategies.local.strategy:Local", "strategies.local.training:LocalTraining"),
+    "local": StrategyEntry(
+        "strategies.local.strategy:Local",
+        "strategies.local.training:LocalTraining",
+        traffic="strategies.local.predicted:sent_in_step",
+    ),
     "federated": StrategyEntry(
-        "strategies.federated.strategy:Federated", "strategies.federated.training:FederatedTraining"
+        "strategies.federated.strategy:Federated",
+        "strategies.federated.training:FederatedTraining",
+        traffic="strategies.federated.predicted:sent_in_round",
     ),
     "pipeline": StrategyEntry(
         "strategies.pipeline.strategy:Pipeline",
         "strategies.pipeline.training:PipelineTraining",
         serving="strategies.pipeline.served_stages:ServedStages",
+        traffic="strategies.pipeline.predicted:sent_in_step",
     ),
     "tensor": StrategyEntry(
         "strategies.tensor.strategy:Tensor",
         "strategies.tensor.training:TensorTraining",
         "strategies.tensor.kernel:TensorKernels",
         serving="strategies.tensor.served_slices:ServedSlices",
+        traffic="strategies.tensor.predicted:sent_in_step",
     ),
 }
 

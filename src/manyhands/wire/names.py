@@ -29,6 +29,7 @@ __all__ = [
     "codec_setting",
     "feedback_setting",
     "has_feedback",
+    "has_known_size",
     "momentum_of",
     "parse_codec",
     "rounds_hops",
@@ -251,6 +252,14 @@ def has_feedback(text: str) -> bool:
     """Whether what it leaves out is kept for later, unless `feedback=no`."""
     # A vote has no size, so there is nothing that could be left of it.
     return not votes(text) and any(CODECS[word].biased for word in words_of(text))
+
+
+def has_known_size(text: str) -> bool:
+    """Whether what it sends follows from the number of items, neither from their values nor from the step."""
+    unknown = ("sampled", "warmup")
+    return auto_error(text) is None and not any(
+        stage.options.get(name) for stage in parse_codec(text) for name in unknown
+    )
 
 
 def votes(text: str) -> bool:

@@ -34,6 +34,7 @@ from manyhands.native.wait_sign import LONG_WAIT_S, LongWait
 from manyhands.places.local.status import State
 from manyhands.strategies.common.collectives import schedule_collective as scheduled
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
+from manyhands.strategies.common.collectives.collective_traffic import sent_over_links
 from manyhands.strategies.common.collectives.executor import ScheduleExecutor
 from manyhands.strategies.common.collectives.mailbox import Mailbox
 from manyhands.strategies.common.collectives.schedule import Algorithm, How, Receive, Send, Step, Table
@@ -43,7 +44,15 @@ from manyhands.transport.liveness import Alarm
 from manyhands.transport.messages import ProtocolError
 from manyhands.wire.parcels import Parcel
 
-__all__ = ["HelperSplit", "help_workers", "helped", "helped_collective", "segments_for", "split_load"]
+__all__ = [
+    "HelperSplit",
+    "help_workers",
+    "helped",
+    "helped_collective",
+    "segments_for",
+    "sent_with_helpers",
+    "split_load",
+]
 
 MOST_SEGMENTS = 32
 SEGMENT_BYTES = 128 << 10
@@ -252,6 +261,30 @@ class HelpedCollective(scheduled.ScheduleCollective):
 def _way(executor: ScheduleExecutor, parcel: Parcel) -> Algorithm:
     helpers = executor.algorithm.helpers
     return helped(executor.world - helpers, helpers, segments_for(parcel.num_bytes))
+
+
+def sent_with_helpers(
+    parcels: Sequence[Parcel], workers: int, helpers: int, codec: str, *, early: bool
+) -> tuple[Traffic, Traffic]:
+    """What all workers and all helpers send to sum these parcels once.
+
+    With `early`, each bucket is announced to the helpers by itself; otherwise all of a step together.
+    """
+    world = workers + helpers
+    carries = scheduled.carrier(codec, feedback=False, seed=0, rank=0, world=world)
+    totals = [Traffic(), Traffic()]
+    summed = [parcel for parcel in parcels if not parcel.exact]
+    for parcel in parcels:
+        if parcel.exact:
+            totals[0] += sent_over_links(ALGORITHMS["direct"], workers, [parcel])[0]
+            continue
+        way = helped(workers, helpers, segments_for(parcel.num_bytes))
+        for role, sent in enumerate(sent_over_links(way, world, [parcel], carries)):
+            totals[role] += sent
+    orders = len(summed) if early else min(1, len(summed))
+    numbers = orders + len(summed)  # an order begins with the number of the step
+    totals[0] += Traffic(messages_sent=helpers * orders, bytes_sent=helpers * numbers * _NUMBER_BYTES)
+    return totals[0], totals[1]
 
 
 def _summing(resources: Resources, codec: str) -> ScheduleExecutor:

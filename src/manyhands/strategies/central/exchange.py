@@ -22,14 +22,12 @@ from torch.optim import Optimizer
 
 from manyhands.engine.exchange import Exchange, GradientParts, LocalStep, Meter, SharedStep, WorkerPart
 from manyhands.errors import UserError
-from manyhands.facts import Stepping
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.central.across import BetweenHosts, HostsCollective
-from manyhands.strategies.central.shared_parameters import CentralParameters, cut, gather_state, keep_whole
+from manyhands.strategies.central.shared_parameters import CentralParameters, gather_state, ownership_of
 from manyhands.strategies.central.strategy import Central
-from manyhands.strategies.common.collectives.collective import Reducer, SharedCollective, gradient_layouts
-from manyhands.strategies.common.sharding.optimizers import stepping_for
+from manyhands.strategies.common.collectives.collective import Reducer, SharedCollective
 from manyhands.strategies.common.sharding.sliced_optimizer import SlicedOptimizer
 from manyhands.transport.link.wire import Wire
 
@@ -71,13 +69,11 @@ class CentralExchange(Exchange):
         A UserError names an optimizer that cannot be partitioned. Each worker keeps its buffers, initialized from
         worker 0's.
         """
-        layouts, world = gradient_layouts(model, self._bucket_bytes), self._group.world
+        world = self._group.world
+        most = world if self._between is None else max(map(len, self._between.hosts))
         alone = world == 1 and self._between is None
-        if alone or stepping_for(optimizer, Central().facts.stepping, Central.word) is Stepping.IN_PIECES:
-            owned = cut(layouts, world)
-        else:
-            most = None if self._between is None else max(map(len, self._between.hosts))
-            owned = keep_whole(layouts, world, most)
+        ways = () if alone else Central().facts.stepping
+        owned = ownership_of(model, optimizer, self._bucket_bytes, ways, world, most)
         # The model's own memory goes before that of the gradients comes: the two never need room at the same time.
         values = CentralParameters(self._group, model, owned.layouts)
         collective: SharedCollective | HostsCollective

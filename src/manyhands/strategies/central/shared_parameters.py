@@ -15,16 +15,20 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from manyhands.data.store.state_tree import Json, flatten, unflatten
 from manyhands.errors import UserError
+from manyhands.facts import Stepping
 from manyhands.native.group.shared_group import SharedGroup, slice_of
 from manyhands.native.segment import CACHE_LINE
+from manyhands.strategies.common.collectives.collective import gradient_layouts
 from manyhands.strategies.common.sharding.layer_units import require_apart
+from manyhands.strategies.common.sharding.optimizers import stepping_for
 from manyhands.strategies.common.sharding.sliced_optimizer import MergedState, OwnedPiece, Piece
 from manyhands.wire.flat_layout import BucketLayout, bucket_of, least_loaded, padded, side_by_side
 
-__all__ = ["CentralParameters", "Ownership", "cut", "gather_state", "keep_whole"]
+__all__ = ["CentralParameters", "Ownership", "cut", "gather_state", "keep_whole", "ownership_of"]
 
 
 class CentralParameters:
@@ -103,6 +107,24 @@ class Ownership:
     layouts: tuple[BucketLayout, ...]  # the buckets, with slots possibly reordered
     ranges: tuple[tuple[range, ...], ...]  # by bucket and worker: the items that it owns
     pieces: tuple[tuple[Piece, ...], ...]  # by worker: in the order of the parameters, at most one of each
+
+
+def ownership_of(
+    model: nn.Module,
+    optimizer: Optimizer,
+    bucket_bytes: int,
+    ways: Sequence[Stepping],
+    world: int,
+    most: int | None = None,
+) -> Ownership:
+    """Who owns what, where the optimizer may step in these ways; none: it is the only worker's.
+
+    A UserError names an optimizer that cannot be partitioned. `most` is as for `keep_whole`.
+    """
+    layouts = gradient_layouts(model, bucket_bytes)
+    if not ways or stepping_for(optimizer, ways, "central") is Stepping.IN_PIECES:
+        return cut(layouts, world)
+    return keep_whole(layouts, world, most)
 
 
 def cut(layouts: Sequence[BucketLayout], world: int) -> Ownership:

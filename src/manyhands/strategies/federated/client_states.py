@@ -171,6 +171,14 @@ class UpdateCoding:
             ]
         return replace(update, change=change, encoded_bytes=num_bytes)
 
+    def size(self, like: Tensors, weights: int) -> int:
+        """The bytes of an encoded update of tensors like these, of which the first so many are the model's."""
+        codec, num_bytes = codec_named(self._text), sum(one.nbytes for one in like)
+        for parcel, group in _parcels(like, weights) if codec is not None else ():
+            if codec is not None and encodes(codec, parcel):
+                num_bytes += codec.size(parcel) - sum(like[at].nbytes for at in group)
+        return num_bytes
+
     def begin_round(self) -> None:
         self._before = {}
 

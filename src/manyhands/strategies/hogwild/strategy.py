@@ -17,7 +17,9 @@ from manyhands.facts import (
     Truth,
     Waits,
     WorkerMemory,
+    WorkerTraffic,
     shared_copy,
+    silent,
 )
 from manyhands.strategy import Strategy, check_choice, setting
 
@@ -50,6 +52,10 @@ class Hogwild(Strategy):
 
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
         return shared_copy(model, workers, 1)
+
+    def sends(self, model: ModelFootprint, workers: int) -> list[WorkerTraffic]:
+        del model
+        return silent(workers)
 
     def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
         super().check(workers, device, compiled=compiled)

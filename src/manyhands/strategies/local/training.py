@@ -57,7 +57,7 @@ from manyhands.wire.names import rounds_hops
 from manyhands.wire.parcels import Parcel
 from manyhands.wire.tap import GradientTap
 
-__all__ = ["Gossip", "LocalExchange", "LocalTraining", "Replica", "partner"]
+__all__ = ["Gossip", "LocalExchange", "LocalTraining", "Replica", "launched_by_average", "partner"]
 
 _STOP, _FLAGS = 0, 1
 
@@ -299,11 +299,9 @@ class Replica:
         self._model, self._optimizer = model, optimizer
         self.parameters = list(trainable(model))
         self._reached = [False] * len(self.parameters)
-        held = self._held()
+        held = held_by(self.parameters, optimizer, keeps_apart=self._outer.keeps_apart)
         layouts = _lay_out(held, state_as_is=not rounds_hops(collective.codec))
-        parcels = [layout.parcel(number, exact=exact) for number, (layout, exact) in enumerate(layouts)]
-        count = max(_SMALLEST_STATUS, 2 * len(self.parameters))
-        status = Parcel.whole(len(parcels), count, torch.float64, exact=True)
+        *parcels, status = _parcels(layouts, len(self.parameters))
         rooms = collective.allocate([*parcels, status, *room_for_buffers(model, status, collective.world)])
         self._buckets, self._status = rooms[: len(parcels)], rooms[len(parcels)]
         self._totals, self._totals_index = rooms[-1], len(rooms) - 1  # for what is too long for the status
@@ -382,26 +380,6 @@ class Replica:
     def residuals(self) -> Mapping[str, Any]:
         return kept_by_codecs(self._collective, len(self._buckets), self._status)
 
-    def _held(self) -> list[_Held]:
-        """Return everything that is averaged; UserError for state that cannot be."""
-        numbers = {parameter: number for number, parameter in enumerate(self.parameters)}
-        held = [_Held(number, None, one.shape, one.dtype) for one, number in numbers.items()]
-        kept = {} if self._outer.keeps_apart else kept_by(self._optimizer)
-        for parameter, states in kept.items():
-            held += [
-                _Held(numbers[parameter], one.name, one.shape, one.dtype)
-                for one in states
-                if one.dtype is not None and parameter in numbers
-            ]
-        for one in held:
-            if not one.dtype.is_floating_point:
-                kind = type(self._optimizer).__name__
-                raise UserError(
-                    f"local averages the optimizer's state, but {kind} keeps {one.state!r} as {one.dtype}; use an "
-                    "optimizer with floating-point state, or strategy=mirrored"
-                )
-        return held
-
     def _note(self, number: int, _parameter: Tensor) -> None:
         self._reached[number] = True
         if self.on_next_gradient is not None:
@@ -414,6 +392,45 @@ class Replica:
             return parameter
         value = self._optimizer.state.get(parameter, {}).get(held.state)
         return value if isinstance(value, Tensor) else None
+
+
+def held_by(parameters: Sequence[nn.Parameter], optimizer: Optimizer, *, keeps_apart: bool) -> list[_Held]:
+    """Return everything that is averaged; UserError for state that cannot be."""
+    numbers = {parameter: number for number, parameter in enumerate(parameters)}
+    held = [_Held(number, None, one.shape, one.dtype) for one, number in numbers.items()]
+    kept = {} if keeps_apart else kept_by(optimizer)
+    for parameter, states in kept.items():
+        held += [
+            _Held(numbers[parameter], one.name, one.shape, one.dtype)
+            for one in states
+            if one.dtype is not None and parameter in numbers
+        ]
+    for one in held:
+        if not one.dtype.is_floating_point:
+            kind = type(optimizer).__name__
+            raise UserError(
+                f"local averages the optimizer's state, but {kind} keeps {one.state!r} as {one.dtype}; use an "
+                "optimizer with floating-point state, or strategy=mirrored"
+            )
+    return held
+
+
+def _parcels(layouts: Sequence[tuple[BucketLayout, bool]], parameters: int) -> list[Parcel]:
+    """A parcel for each bucket, and the status."""
+    parcels = [layout.parcel(number, exact=exact) for number, (layout, exact) in enumerate(layouts)]
+    count = max(_SMALLEST_STATUS, 2 * parameters)
+    return [*parcels, Parcel.whole(len(parcels), count, torch.float64, exact=True)]
+
+
+def launched_by_average(strategy: Local, model: nn.Module, optimizer: Optimizer, world: int) -> list[Parcel]:
+    """What is summed for one average, with what is agreed on before it; all of it, in the order of `average`."""
+    parameters = list(trainable(model))
+    held = held_by(parameters, optimizer, keeps_apart=outer_step(strategy.outer, world).keeps_apart)
+    layouts = _lay_out(held, state_as_is=not rounds_hops(strategy.codec))
+    *parcels, status = _parcels(layouts, len(parameters))
+    reported = _FLAGS + world + int(strategy.steps)
+    room = status if reported <= status.count else [status, *room_for_buffers(model, status, world)][-1]
+    return [*[room] * -(-reported // room.count), status, *parcels]
 
 
 def _lay_out(held: Sequence[_Held], *, state_as_is: bool) -> list[tuple[BucketLayout, bool]]:

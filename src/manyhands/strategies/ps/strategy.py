@@ -101,6 +101,11 @@ class Ps(Strategy):
         return self.push == "parameters"
 
     @property
+    def reads_in_place(self) -> bool:
+        """Whether workers read a copy of the parameters in memory that all share: no server writes while any reads."""
+        return self.consistency.lockstep and self.link == "shared" and not self.averages
+
+    @property
     def votes(self) -> bool:
         """Whether a step goes by the signs of the sum."""
         return votes(self.codec)

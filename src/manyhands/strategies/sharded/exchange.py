@@ -47,7 +47,17 @@ from manyhands.strategies.sharded.strategy import Sharded
 from manyhands.transport.link.wire import Wire
 from manyhands.wire.tap import GradientTap, put
 
-__all__ = ["Grant", "KeptPieces", "ShardedExchange", "UnitRequest", "UnitRounds", "Want", "grant"]
+__all__ = [
+    "WORDS_OF_REQUEST",
+    "Grant",
+    "KeptPieces",
+    "ShardedExchange",
+    "UnitRequest",
+    "UnitRounds",
+    "Want",
+    "grant",
+    "status_items",
+]
 
 _KIND = 0x5A3  # of this strategy's messages
 _LOSS, _STOP, _FLAGS = 0, 1, 2
@@ -144,7 +154,7 @@ class ShardedExchange(Exchange):
     def agree(self, local: LocalStep) -> SharedStep:
         """Collective: wait until all gradients are summed, and combine what all workers report."""
         self._meet()
-        status = torch.zeros(_FLAGS + self.world + len(self._places), dtype=torch.float64)
+        status = torch.zeros(status_items(self.world, len(self._places)), dtype=torch.float64)
         status[_LOSS] = local.loss * local.share if local.is_finite and local.share else 0.0
         status[_STOP] = float(local.stop)
         status[_FLAGS + self.rank] = float(not local.is_finite)
@@ -279,6 +289,11 @@ class ShardedExchange(Exchange):
         for pieces in self._pieces:
             for parameter in pieces.unit.parameters:
                 parameter.data = of_whole.get(parameter, parameter.new_empty(0))
+
+
+def status_items(world: int, trained: int) -> int:
+    """How many float64 items workers agree on, where so many parameters are trained."""
+    return _FLAGS + world + trained
 
 
 class KeptPieces:
@@ -427,6 +442,9 @@ class UnitRequest(NamedTuple):
 
     want: Want
     unit: int = 0
+
+
+WORDS_OF_REQUEST = len(UnitRequest._fields)  # of int64
 
 
 class Grant(NamedTuple):

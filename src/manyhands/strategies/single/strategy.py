@@ -18,6 +18,8 @@ from manyhands.facts import (
     Truth,
     Waits,
     WorkerMemory,
+    WorkerTraffic,
+    silent,
 )
 from manyhands.strategy import Strategy, enough, parse_size, setting, show_size
 
@@ -64,6 +66,10 @@ class Single(Strategy):
             WorkerMemory(who="device", besides=self.device_memory, what=some),
             WorkerMemory(who=self.offload, weights=model.parameters, state=model.state),
         ]
+
+    def sends(self, model: ModelFootprint, workers: int) -> list[WorkerTraffic]:
+        del model
+        return silent(workers)
 
     @property
     def facts(self) -> Facts:

@@ -30,9 +30,17 @@ class PowerSgd(ParcelCodec):
         self._right: dict[str, Tensor] = {}
 
     def size(self, parcel: Parcel) -> int:
-        items = sum(self._rank * (one.rows + one.columns) for one in self._factored(parcel))
-        items += sum(end - begin for begin, end in self.whole(parcel))
-        return items * _type_of(parcel).itemsize
+        return sum(self.factor_items(parcel)) * self.factor_type(parcel).itemsize
+
+    def factor_items(self, parcel: Parcel) -> tuple[int, int]:
+        """How many items `left` and `right` have."""
+        factored = self._factored(parcel)
+        whole = sum(end - begin for begin, end in self.whole(parcel))
+        rows, columns = (sum(getattr(one, name) for one in factored) for name in ("rows", "columns"))
+        return self._rank * rows + whole, self._rank * columns
+
+    def factor_type(self, parcel: Parcel) -> torch.dtype:
+        return _type_of(parcel)
 
     def left(self, parcel: Parcel, values: Tensor) -> Tensor:
         """This worker's part of every P, and what travels as it is: to be summed over workers."""

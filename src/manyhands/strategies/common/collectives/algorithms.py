@@ -43,6 +43,7 @@ def registered(chunks: Callable[[int], int], source: str) -> Callable[[Schedule]
             chunks=chunks,
             description=first[:1].lower() + first[1:],
             source=source,
+            rotates=chunks is _one_each,
         )
         return schedule
 

@@ -29,8 +29,9 @@ from manyhands.engine.buffers import room_for
 from manyhands.engine.exchange import LocalStep, SharedStep, Times, Traffic
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.native.dtypes import SUMMED
-from manyhands.native.group.shared_group import Bucket, SharedGroup, slice_of
+from manyhands.native.group.shared_group import Bucket, SharedGroup
 from manyhands.native.segment import CACHE_LINE
+from manyhands.strategies.common.collectives.collective_traffic import traffic_in_memory
 from manyhands.strategies.common.collectives.row_sums import GradientRows, row_sparse
 from manyhands.transport.link.wire import Wire
 from manyhands.wire.codec import as_memory, as_one
@@ -48,6 +49,7 @@ __all__ = [
     "kept_by_codecs",
     "remember_kept",
     "room_for_buffers",
+    "step_parcels",
     "total",
 ]
 
@@ -155,15 +157,8 @@ class SharedCollective(Collective):
             self._group.bucket(offset, parcel.count, parcel.dtype, ranges)
             for offset, parcel, ranges in zip_longest(offsets, parcels, self._owned)
         ]
-        parts = [bucket.tensor for bucket in self._buckets]
-        for index, part in enumerate(parts):
-            size, messages = part.element_size(), self.world - 1
-            if index < len(self._owned):
-                mine = self._owned[index][self.rank]
-            else:
-                messages, mine = 2 * messages, slice_of(part.numel(), size, self.rank, self.world)
-            self._sent.append(Traffic(messages_sent=messages, bytes_sent=messages * len(mine) * size))
-        return parts
+        self._sent = traffic_in_memory(parcels, self.rank, self.world, self._owned)
+        return [bucket.tensor for bucket in self._buckets]
 
     def launch(self, index: int) -> None:
         self._group.launch(self._buckets[index], scatter=index < len(self._owned))
@@ -198,6 +193,13 @@ class SharedCollective(Collective):
         self._group.close()
 
 
+def step_parcels(layouts: Sequence[BucketLayout], shapes: Sequence[torch.Size], world: int) -> list[Parcel]:
+    """What is summed in a step: the buckets of these layouts, of parameters of these shapes, and the status."""
+    parcels = [layout.parcel(number, shapes=shapes) for number, layout in enumerate(layouts)]
+    count = max(_SMALLEST_STATUS, _FLAGS + world + len(shapes))
+    return [*parcels, Parcel.whole(len(parcels), count, torch.float64, exact=True)]
+
+
 class Reducer:
     """Owns the gradients of `model` from construction (collective) to `close`.
 
@@ -219,9 +221,7 @@ class Reducer:
         self._names, self._parameters = [names[0] for names in named.values()], list(named)
         self._collective, self._layouts, self._bring_back = collective, layouts, bring_back
         shapes = [parameter.shape for parameter in named]
-        parcels = [layout.parcel(number, shapes=shapes) for number, layout in enumerate(layouts)]
-        status_size = max(_SMALLEST_STATUS, _FLAGS + collective.world + len(named))
-        status = Parcel.whole(len(parcels), status_size, torch.float64, exact=True)
+        *parcels, status = step_parcels(layouts, shapes, collective.world)
         rooms = collective.allocate([*parcels, status, *room_for_buffers(model, status, collective.world)])
         self._status_index = len(parcels)
         self._buckets, self._status = rooms[: len(parcels)], rooms[len(parcels)]

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from manyhands.engine.exchange import Traffic
 from manyhands.native.segment import CACHE_LINE, round_up
 from manyhands.strategies.common.collectives.mailbox import LinkMessage, Mailbox
 from manyhands.strategies.common.collectives.schedule import chunk_bounds
@@ -113,6 +114,25 @@ class Compressor:
             places[rank].zero_()
             refused = self._add(self._sums, chunks[rank], mine, places[rank], rank, mailbox, refused)
         mailbox.flush(refused, peers)
+
+    def traffic(self, parcel: Parcel, of_sum: Callable[[int, torch.dtype], Traffic]) -> Traffic:
+        """What all ranks together send for a parcel; `of_sum` says what a vector of so many items takes as it is."""
+        codec = self._given.inner if isinstance(self._given, ErrorFeedback) else self._given
+        if isinstance(codec, PowerSgd):
+            left, right = codec.factor_items(parcel)
+            dtype = codec.factor_type(parcel)
+            return of_sum(left, dtype) + of_sum(right, dtype)
+        others = self.world - 1
+        if gathers(self._given, parcel, self.world):
+            messages = self.world * others
+            return Traffic(messages_sent=messages, bytes_sent=messages * self._given.size(parcel))
+        total = Traffic()
+        for rank in range(self.world):
+            chunk = parcel.part(*chunk_bounds(parcel.count, self.world, rank))
+            for one in (self._given, self._sums):  # its parts go to the owner, and the sum to all
+                size = one.size(chunk) if encodes(one, chunk) else chunk.num_bytes
+                total += Traffic(messages_sent=others, bytes_sent=others * size)
+        return total
 
     def _put(self, codec: ParcelCodec, parcel: Parcel, values: Tensor, name: str) -> Tensor:
         if not encodes(codec, parcel):

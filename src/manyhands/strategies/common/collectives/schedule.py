@@ -106,6 +106,8 @@ class Algorithm:
     source: str
     helpers: int = 0
     """The last ranks, so many of them, that have no vector of their own: they only sum, and want no result."""
+    rotates: bool = False
+    """Whether a rank's table is that of rank 0 with its number added to all ranks and chunks; one chunk a message."""
 
     def gives(self, rank: int, world: int) -> bool:
         return rank < world - self.helpers

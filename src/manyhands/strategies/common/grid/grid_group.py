@@ -23,13 +23,25 @@ from manyhands.strategies.common.collectives.mailbox import Mailbox
 from manyhands.strategy import MIB
 from manyhands.transport.link.interface import Link
 
-__all__ = ["LinkGroup", "agree_on", "sum_gradients", "waits_of"]
+__all__ = [
+    "LinkGroup",
+    "PlayedGroup",
+    "agree_on",
+    "sum_gradients",
+    "traffic_of_agreement",
+    "traffic_of_gradients",
+    "traffic_of_sum",
+    "waits_of",
+]
 
 # Up to this many bytes every member sends everything to all; above, each sums a part and sends the result to all.
 _AT_ONCE_BYTES: Final = 128 << 10
 # A message of at most this size takes negligible time: waiting for one is waiting for its sender.
 _QUICK_BYTES: Final = 64 << 10
 _BUCKET_BYTES: Final = 25 * MIB
+_FLAG_TYPE: Final = torch.int32
+_VALUE_TYPE: Final = torch.float64
+_VALUES: Final = 2  # that workers agree on, before a flag of each: the loss, and whether to stop
 
 
 class LinkGroup:
@@ -142,6 +154,61 @@ class LinkGroup:
         self.exchange(dict.fromkeys(self._others(), mine), {index: pieces[index] for index in self._others()})
 
 
+class PlayedGroup(LinkGroup):
+    """One member's end of a group that is not there: what it sends is counted, and what it receives is zeros."""
+
+    def __init__(self, index: int, world: int) -> None:
+        super().__init__(index, range(world), {}, 1.0, kind=0, name="played")
+        self._sent = Traffic()
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Counted only; the tensor stays what it is."""
+        self._sent += _traffic_of_sum(tensor.nbytes, tensor.itemsize, self.index, self.world)
+        return tensor
+
+    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
+        num_bytes = sum(payload.nbytes for payload in sends.values())
+        self._sent += Traffic(messages_sent=len(sends), bytes_sent=num_bytes)
+        for space in receives.values():
+            space.zero_()
+
+    def traffic(self) -> Traffic:
+        return self._sent
+
+
+def _traffic_of_sum(num_bytes: int, item_bytes: int, index: int, members: int) -> Traffic:
+    """What one member sends for an `all_reduce` of so many bytes."""
+    others = members - 1
+    if not (num_bytes and others):
+        return Traffic()
+    if num_bytes <= _AT_ONCE_BYTES:
+        return Traffic(messages_sent=others, bytes_sent=others * num_bytes)
+    mine = len(split(num_bytes // item_bytes, index, members)) * item_bytes
+    return Traffic(messages_sent=2 * others, bytes_sent=num_bytes - mine + others * mine)
+
+
+def traffic_of_sum(num_bytes: int, members: int) -> Traffic:
+    """What all members together send for an `all_reduce` of so many bytes."""
+    sent = (_traffic_of_sum(num_bytes, 1, index, members) for index in range(members))
+    return sum(sent, Traffic())
+
+
+def traffic_of_gradients(members: int, parameters: Sequence[nn.Parameter]) -> Traffic:
+    """What all members together send for a `sum_gradients` of parameters that have the gradients of a step."""
+    trained = [one for one in parameters if one.requires_grad]
+    if members == 1 or not trained:
+        return Traffic()
+    total = traffic_of_sum(_FLAG_TYPE.itemsize * len(trained), members)
+    for bucket in _buckets([one for one in trained if one.grad is not None]):
+        total += traffic_of_sum(sum(one.nbytes for one in bucket), members)
+    return total
+
+
+def traffic_of_agreement(workers: int) -> Traffic:
+    """What all workers together send for an `agree_on`."""
+    return traffic_of_sum(_VALUE_TYPE.itemsize * (_VALUES + workers), workers)
+
+
 def waits_of(groups: Iterable[LinkGroup]) -> dict[int, int]:
     """What a worker that is in several groups waited for each other one since the last call, in nanoseconds."""
     waits: Counter[int] = Counter()
@@ -155,7 +222,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _back(tensor: Tensor, flat: Tensor) -> Tensor:
-    if tensor.data_ptr() != flat.data_ptr():
+    if tensor.untyped_storage()._cdata != flat.untyped_storage()._cdata:
         with torch.no_grad():
             tensor.copy_(flat.view(tensor.shape))
     return tensor
@@ -178,7 +245,7 @@ def sum_gradients(group: LinkGroup, parameters: Sequence[nn.Parameter]) -> None:
     trained = [one for one in parameters if one.requires_grad]
     if group.world == 1 or not trained:
         return
-    reached = group.all_reduce(torch.tensor([one.grad is not None for one in trained], dtype=torch.int32))
+    reached = group.all_reduce(torch.tensor([one.grad is not None for one in trained], dtype=_FLAG_TYPE))
     anyone = [one for one, count in zip(trained, reached.tolist(), strict=True) if count]
     for bucket in _buckets(anyone):
         given = [torch.zeros_like(one) if one.grad is None else one.grad for one in bucket]
@@ -193,14 +260,14 @@ def agree_on(group: LinkGroup, local: LocalStep, *, counts: bool = True) -> Shar
 
     Of several workers on the same samples, one `counts`.
     """
-    values = torch.zeros(2 + group.world, dtype=torch.float64)
+    values = torch.zeros(_VALUES + group.world, dtype=_VALUE_TYPE)
     values[1] = local.stop
     if not local.is_finite:
-        values[2 + group.index] = 1
+        values[_VALUES + group.index] = 1
     elif counts and local.share:
         values[0] = local.loss * local.share
     values = group.all_reduce(values)
-    bad = tuple(index for index, flag in enumerate(values[2:].tolist()) if flag)
+    bad = tuple(index for index, flag in enumerate(values[_VALUES:].tolist()) if flag)
     return SharedStep(loss=math.nan if bad else float(values[0]), bad_workers=bad, stop=bool(values[1]))
 
 

@@ -63,6 +63,10 @@ class FederatedAlgorithm(ABC):
     def check_round(self, clients: int) -> None:  # noqa: B027 - most take what comes
         """UserError where a round of so many clients is too small for it."""
 
+    def updates_in_round(self, cohort: int) -> int:
+        """How many updates make a round, where a synchronous one has so many clients."""
+        return cohort
+
     def sent(self, weights: Tensors) -> Tensors:
         """Tensors of the shapes and types of those in an update; more than the model's, where `report` adds some."""
         return weights

@@ -85,6 +85,10 @@ class FedBuff(FederatedAlgorithm):
                 "at once; use a smaller number, or a larger fraction"
             )
 
+    def updates_in_round(self, cohort: int) -> int:
+        del cohort
+        return self._size
+
     def given(self, number: int, chosen: Sequence[int], weights: Tensors) -> Sequence[ClientAssignment]:
         """The clients that report before the next step, with what each began with; `chosen`: a synchronous cohort."""
         del chosen

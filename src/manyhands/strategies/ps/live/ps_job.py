@@ -100,9 +100,7 @@ class Job:
         They do where no shard steps before every worker has pushed, so that nobody reads values that are changing;
         not if workers step their parameters locally.
         """
-        strategy = self.strategy
-        in_place = strategy.consistency.lockstep and strategy.link == "shared" and not strategy.averages
-        return SharedParameters(final(), layout) if in_place else None
+        return SharedParameters(final(), layout) if self.strategy.reads_in_place else None
 
     def hub(self, member: int, role: str, **options: Any) -> Hub:
         credentials = Credentials(
