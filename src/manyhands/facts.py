@@ -238,12 +238,13 @@ class LayerFootprint:
 class TracedModel:
     """A task's model and optimizer, built without memory: strategies lay out, or play, what they send on it.
 
-    Nobody changes it; a strategy whose layers are to be sliced builds a model of its own.
+    Nobody changes it; a strategy whose layers are to be sliced makes a `copy`.
     """
 
     task: Any  # the Task
     model: Any  # its module; the tensors may have no memory
     optimizer: Any  # of this model's parameters
+    copy: Callable[[], Any]  # another one without memory, whatever the task's function returns
     tracing: Callable[[], AbstractContextManager[Any]]  # while it is open, new tensors have no memory
     batch: Callable[[int], Any]  # a batch of so many samples, or fewer where there are fewer; with memory
     played: dict[Any, Any] = field(

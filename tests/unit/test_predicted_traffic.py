@@ -251,3 +251,23 @@ def test_a_clipped_step_tells_the_norm() -> None:
         plain, clipped = (sent(text, 2, layers(64, **more))["worker"] for more in ({}, {"clip_norm": 1.0}))
         assert clipped.messages > plain.messages, text
     assert sent("mirrored", 2, layers(64, clip_norm=1.0)) == sent("mirrored", 2, layers(64))
+
+
+def test_a_model_that_the_task_only_hands_over_stays_as_it_is() -> None:
+    """A task's function may return a model that exists; predictions change copies of it."""
+    made = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    before = {name: value.clone() for name, value in made.state_dict().items()}
+    task = mh.Task(
+        model=lambda: made,
+        loss=lambda model, batch: model(batch).square().mean(),
+        data=torch.ones(8, 16),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        batch_size=8,
+    )
+    model = estimate(task).footprint
+    for text in ("sharded", "tensor", "pipeline stages=2", "mirrored", "central"):
+        assert sent(text, 2, model)["worker"].num_bytes > 0
+    after = made.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert [type(one) for one in made] == [nn.Linear] * 4
+    assert torch.equal(made(torch.ones(8, 16)), made(torch.ones(8, 16)))

@@ -7,6 +7,7 @@ samples are computed with real tensors and scaled.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -96,11 +97,23 @@ def _estimate(task: Task, mode: FakeTensorMode | None, report: Callable[[str], N
             task=task,
             model=model,
             optimizer=optimizer,
+            copy=lambda: _copied(task, mode),
             tracing=lambda: mode if mode is not None else nullcontext(),
             batch=lambda count: source.fetch(range(min(count, len(source)))),
         ),
     )
     return Estimate(footprint=footprint, how=_HOW[mode is not None], model=model)
+
+
+def _copied(task: Task, mode: FakeTensorMode | None) -> nn.Module:
+    """A model of its own, also where the task's function returns one that exists."""
+    with mode if mode is not None else nullcontext():
+        model = task.model()
+        # A copy of a parameter without memory would not be a leaf of autograd's graph, as a new one is.
+        made: dict[int, Any] = {
+            id(one): nn.Parameter(one.detach().clone(), one.requires_grad) for one in model.parameters()
+        }
+        return copy.deepcopy(model, made)
 
 
 def _batch(source: BatchSource, count: int, mode: FakeTensorMode | None) -> Any:

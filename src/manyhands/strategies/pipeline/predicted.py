@@ -144,8 +144,7 @@ def _play(traced: TracedModel, slices: int, samples: int, cuts: Cuts | None) -> 
 
 
 def _played_slice(traced: TracedModel, index: int, slices: int, samples: int, cuts: Cuts) -> PlayedChain:
-    with traced.tracing():
-        model = traced.task.model()
+    model = traced.copy()
     group, chain = PlayedGroup(index, slices), chain_of(model)
     plan: dict[str, Slicing] = {}
     if slices > 1:

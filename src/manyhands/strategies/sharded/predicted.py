@@ -66,7 +66,7 @@ class _Visit:
     def __init__(self, traced: TracedModel) -> None:
         self._traced = traced
         with traced.tracing():
-            self._model = traced.task.model()
+            self._model = traced.copy()
             units = layer_units.units_of(self._model)
             memories = [layer_units.UnitMemory(unit, torch.device("cpu")) for unit in units]
             for memory in memories:

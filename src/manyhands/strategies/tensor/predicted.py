@@ -86,8 +86,7 @@ def each_slice(slices: int, play: Callable[[int], P]) -> list[P]:
 
 
 def _played_slice(traced: TracedModel, index: int, slices: int, samples: int) -> PlayedSlice:
-    with traced.tracing():
-        model = traced.task.model()
+    model = traced.copy()
     group, wholes = PlayedGroup(index, slices), list(model.parameters())
     sliced = slice_modules(model, group)
     traced.task.loss(model, traced.batch(samples)).backward()
