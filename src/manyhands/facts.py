@@ -5,6 +5,7 @@ Whoever wants to know something about a strategy asks the value for a fact; nobo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -25,13 +26,19 @@ __all__ = [
     "ROUNDED",
     "TO_ROUNDING",
     "Answer",
+    "ComputeTime",
     "Facts",
     "LayerFootprint",
+    "LayerTimes",
+    "LinkRate",
+    "Machines",
     "ModelFootprint",
+    "PredictedStep",
     "Promise",
     "Promises",
     "Split",
     "Stepping",
+    "TaskProfile",
     "TracedModel",
     "Truth",
     "Waits",
@@ -334,3 +341,107 @@ def shared_copy(model: ModelFootprint, workers: int, parts: int) -> list[WorkerM
         ),
         WorkerMemory(who="shared by all", weights=model.parameters, state=model.state),
     ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkRate:
+    """A link between two processes: a message of n bytes takes `latency_s` + n / `bytes_per_s`."""
+
+    latency_s: float = 0.0
+    bytes_per_s: float = math.inf
+
+    def seconds(self, num_bytes: float) -> float:
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machines:
+    """Equal hosts with equal workers, whose ranks fill one host after the other.
+
+    The workers of a host share its link to the other hosts, which sends and receives at the same time.
+    """
+
+    hosts: int = 1
+    per_host: int = 1
+    memory: LinkRate = LinkRate()
+    """Through memory that the workers of a host share: a meeting of all, and what a worker reads and writes there."""
+    inside: LinkRate = LinkRate()
+    """By messages between two processes of a host."""
+    between: LinkRate = LinkRate()
+    """By messages between processes of two hosts."""
+    added_per_s: float = math.inf  # bytes of gradients that a worker adds up in a second
+
+    @property
+    def workers(self) -> int:
+        return self.hosts * self.per_host
+
+    def host_of(self, rank: int) -> int:
+        """The host of a rank; ranks beyond the workers, such as helpers and servers, continue on the same hosts."""
+        return rank // self.per_host % self.hosts
+
+    def link(self, one: int, other: int) -> LinkRate:
+        return self.inside if self.host_of(one) == self.host_of(other) else self.between
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeTime:
+    """How long something computes on some samples: `fixed_s` + `per_sample_s` times their number."""
+
+    fixed_s: float = 0.0
+    per_sample_s: float = 0.0
+
+    def seconds(self, samples: float) -> float:
+        return self.fixed_s + self.per_sample_s * samples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTimes:
+    """How long a layer computes on one worker, and what it gives others."""
+
+    name: str
+    forward: ComputeTime
+    backward: ComputeTime
+    gradient_bytes: int = 0
+    output_bytes: float = 0.0  # for each sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskProfile:
+    """How long each part of a step of a task takes on one worker; layers in forward order."""
+
+    layers: tuple[LayerTimes, ...]
+    model: ModelFootprint
+    rest: ComputeTime = ComputeTime()
+    """Everything else that grows with the samples of a worker: loading, the loss, recording."""
+    optimizer_s: float = 0.0  # a step of all parameters
+
+    def samples(self, workers: int) -> int:
+        """Of the largest of so many parts of a global batch."""
+        return -(-self.model.batch_size // workers)
+
+    def forward_s(self, samples: float) -> float:
+        return sum(layer.forward.seconds(samples) for layer in self.layers)
+
+    def backward_s(self, samples: float) -> float:
+        return sum(layer.backward.seconds(samples) for layer in self.layers)
+
+    def compute_s(self, workers: int = 1) -> float:
+        """Of the largest of so many parts of a global batch."""
+        samples = self.samples(workers)
+        return self.forward_s(samples) + self.backward_s(samples) + self.rest.seconds(samples)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedStep:
+    """Where the time of one step, or of one global batch, is expected to go; the parts make the whole."""
+
+    compute_s: float  # of the slowest worker
+    exchange_s: float = 0.0  # what of the exchange does not hide behind computing
+    waiting_s: float = 0.0  # what a stage waits for others
+    optimizer_s: float = 0.0
+    batches: float = 1.0  # how many global batches are computed in this time
+
+    @property
+    def seconds(self) -> float:
+        """Of one global batch."""
+        return (self.compute_s + self.exchange_s + self.waiting_s + self.optimizer_s) / self.batches

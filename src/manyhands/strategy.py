@@ -24,8 +24,11 @@ from manyhands.facts import (
     ONE_DEVICE,
     ONE_ORDER,
     Facts,
+    Machines,
     ModelFootprint,
+    PredictedStep,
     Split,
+    TaskProfile,
     Truth,
     WorkerMemory,
     WorkerTraffic,
@@ -278,6 +281,17 @@ class Strategy(ABC):
                 activations=model.activations(parts),
             )
         ]
+
+    def predict(self, profile: TaskProfile, machines: Machines) -> PredictedStep | None:
+        """Where the time of a step goes on these machines, with a worker on each place; None: not modelled."""
+        del profile, machines
+        return None
+
+    @classmethod
+    def choices(cls, machines: Machines) -> Sequence[Strategy]:
+        """The settings that a plan considers on these machines; by default the default ones."""
+        del machines
+        return [cls()]
 
     def sends(self, model: ModelFootprint, workers: int) -> list[WorkerTraffic] | None:
         """What each kind of its processes sends in a step of a full batch, on one host; None: not modelled.

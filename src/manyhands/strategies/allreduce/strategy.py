@@ -7,7 +7,19 @@ from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 from manyhands.errors import UserError
-from manyhands.facts import ELASTIC, IN_STEP, ROUNDED, Facts, ModelFootprint, Stepping, Truth, WorkerMemory
+from manyhands.facts import (
+    ELASTIC,
+    IN_STEP,
+    ROUNDED,
+    Facts,
+    Machines,
+    ModelFootprint,
+    PredictedStep,
+    Stepping,
+    TaskProfile,
+    Truth,
+    WorkerMemory,
+)
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
 from manyhands.strategy import (
     MIB,
@@ -20,6 +32,7 @@ from manyhands.strategy import (
     link_setting,
     parse_size,
     setting,
+    settings_of,
     show_size,
     switch_setting,
 )
@@ -160,6 +173,47 @@ class AllReduce(Strategy):
             bucket = min(self.buckets, model.gradients)
             rows.append(WorkerMemory(who="helper", count=self.helpers, weights=0, gradients=bucket))
         return rows
+
+    def predict(self, profile: TaskProfile, machines: Machines) -> PredictedStep | None:
+        """Buckets are summed while backward continues; what the workers of a host sum in place, their cores do."""
+        from manyhands.strategies.common.step_times import (
+            all_reduce_s,
+            beyond_backward_s,
+            buckets_of,
+            is_modelled,
+            summed_in_memory_s,
+        )
+
+        workers = machines.workers
+        if self.codec != RAW or self._is_urgent or self.link == NCCL:
+            return None
+        exchange_s, buckets = 0.0, buckets_of(profile.layers, self.buckets)
+        if machines.hosts == 1 and not (self.uses_network or self.helpers) and self.algorithm == "direct":
+            exchange_s = sum(summed_in_memory_s(machines, num_bytes) for _, num_bytes in buckets)
+        elif workers > 1:
+            named = self.algorithm not in ("direct", "hierarchical") or machines.hosts == 1
+            algorithm = self.algorithm if named else "hierarchical"
+            if not is_modelled(algorithm, machines, self.helpers):
+                return None
+            exchange_s = beyond_backward_s(
+                profile,
+                profile.samples(workers),
+                buckets,
+                lambda num_bytes: all_reduce_s(algorithm, machines, num_bytes, self.helpers),
+            )
+        return PredictedStep(
+            compute_s=profile.compute_s(workers), exchange_s=exchange_s, optimizer_s=profile.optimizer_s
+        )
+
+    @classmethod
+    def choices(cls, machines: Machines) -> Sequence[Strategy]:
+        """Between hosts, the algorithms; on one, `mirrored` is the same."""
+        from manyhands.strategies.common.step_times import is_modelled
+
+        if machines.hosts == 1 or "algorithm" not in settings_of(cls):
+            return [] if "algorithm" in settings_of(cls) else [cls()]
+        known = [name for name in ALGORITHMS if name != "direct" and is_modelled(name, machines)]
+        return [cls(algorithm=name, group=machines.per_host * (name == "hierarchical")) for name in known]
 
     def across_hosts(self, hosts: Sequence[Sequence[int]]) -> Strategy:
         """`hierarchical` by itself, with the workers of a host as a group, where hosts hold equally many one by one.

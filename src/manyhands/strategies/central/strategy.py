@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from manyhands.facts import IN_STEP, Facts, ModelFootprint, Stepping, Truth, WorkerMemory, shared_copy
+from manyhands.facts import (
+    IN_STEP,
+    Facts,
+    Machines,
+    ModelFootprint,
+    PredictedStep,
+    Stepping,
+    TaskProfile,
+    Truth,
+    WorkerMemory,
+    shared_copy,
+)
 from manyhands.strategy import Strategy, buckets_setting, check_buckets
 
 __all__ = ["Central"]
@@ -28,6 +39,21 @@ class Central(Strategy):
 
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
         return shared_copy(model, workers, workers)
+
+    def predict(self, profile: TaskProfile, machines: Machines) -> PredictedStep | None:
+        """Each worker sums its slice of the gradients of its host and steps it; hosts' leaders sum what is left."""
+        from manyhands.strategies.common.step_times import all_reduce_s, buckets_of, summed_in_memory_s
+
+        exchange_s = sum(
+            summed_in_memory_s(machines, num_bytes) / 2
+            + all_reduce_s("direct", replace(machines, per_host=1), num_bytes)
+            for _, num_bytes in buckets_of(profile.layers, self.buckets)
+        )
+        return PredictedStep(
+            compute_s=profile.compute_s(machines.workers),
+            exchange_s=exchange_s,
+            optimizer_s=profile.optimizer_s / machines.per_host,
+        )
 
     @property
     def facts(self) -> Facts:

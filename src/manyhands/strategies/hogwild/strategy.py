@@ -11,9 +11,12 @@ from manyhands.facts import (
     IN_STEP,
     Answer,
     Facts,
+    Machines,
     ModelFootprint,
+    PredictedStep,
     Promise,
     Stepping,
+    TaskProfile,
     Truth,
     Waits,
     WorkerMemory,
@@ -52,6 +55,14 @@ class Hogwild(Strategy):
 
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
         return shared_copy(model, workers, 1)
+
+    def predict(self, profile: TaskProfile, machines: Machines) -> PredictedStep | None:
+        """Every worker computes a batch of its own, and nobody waits."""
+        if machines.hosts > 1 or self.order != "free":
+            return None
+        return PredictedStep(
+            compute_s=profile.compute_s(), optimizer_s=profile.optimizer_s, batches=machines.workers
+        )
 
     def sends(self, model: ModelFootprint, workers: int) -> list[WorkerTraffic]:
         del model

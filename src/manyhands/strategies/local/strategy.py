@@ -13,8 +13,11 @@ from manyhands.facts import (
     TO_ROUNDING,
     Answer,
     Facts,
+    Machines,
     ModelFootprint,
+    PredictedStep,
     Promise,
+    TaskProfile,
     Truth,
     WorkerMemory,
 )
@@ -93,6 +96,23 @@ class Local(Strategy):
         if self.outer != MEAN:
             besides, what = besides + 2 * model.weights, f"{what}, and the outer step's momentum"
         return [replace(worker, besides=besides, what=what)]
+
+    def predict(self, profile: TaskProfile, machines: Machines) -> PredictedStep | None:
+        """Parameters and optimizer state are averaged every few steps, after which computing continues."""
+        from manyhands.strategies.common.step_times import all_reduce_s, summed_in_memory_s
+
+        if self.codec != RAW or self.gossip or self._keeps_apart:
+            return None
+        averaged = profile.model.parameters + profile.model.state
+        if machines.hosts == 1 and not self.uses_network:
+            mean_s = summed_in_memory_s(machines, averaged)
+        else:
+            mean_s = all_reduce_s("ring", machines, averaged)
+        return PredictedStep(
+            compute_s=profile.compute_s(machines.workers),
+            exchange_s=mean_s / self.steps,
+            optimizer_s=profile.optimizer_s,
+        )
 
     @property
     def facts(self) -> Facts:

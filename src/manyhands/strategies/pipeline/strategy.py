@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 from manyhands.errors import UserError
@@ -11,9 +12,12 @@ from manyhands.facts import (
     CUT_ON_ONE_HOST,
     IN_STEP,
     Facts,
+    Machines,
     ModelFootprint,
+    PredictedStep,
     Split,
     Stepping,
+    TaskProfile,
     Truth,
     WorkerMemory,
 )
@@ -38,6 +42,11 @@ __all__ = ["Pipeline"]
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(integer(number) for number in text.split(","))
+
+
+@lru_cache(maxsize=256)
+def _table(name: str, stages: int, microbatches: int) -> Schedule:
+    return SCHEDULES[name](stages, microbatches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +105,7 @@ class Pipeline(Strategy):
 
     def table(self) -> Schedule:
         """Who works on which micro-batch when; UserError where the numbers do not fit the schedule."""
-        return SCHEDULES[self.schedule](self.stages, self.microbatches)
+        return _table(self.schedule, self.stages, self.microbatches)
 
     def grid(self, workers: int) -> Grid:
         """Which worker has which place; UserError with the nearest numbers where so many do not fill it."""
@@ -122,6 +131,12 @@ class Pipeline(Strategy):
     def shares(self, workers: int) -> int:
         return self.grid(workers).data
 
+    @classmethod
+    def choices(cls, machines: Machines) -> Sequence[Strategy]:
+        """Every number of stages that divides the workers, with few and with many micro-batches."""
+        stages = [count for count in (2, 4, 8, 16) if machines.workers % count == 0]
+        return [cls(stages=count, microbatches=many * count) for count in stages for many in (1, 2, 4)]
+
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
         grid, table = self.grid(workers), self.table()
         held, parts = max(most_held(table)), self.stages * self.tensor
@@ -138,6 +153,18 @@ class Pipeline(Strategy):
                 f"{held} micro-batches in flight",
             )
         ]
+
+    def predict(self, profile: TaskProfile, machines: Machines) -> PredictedStep | None:
+        """The schedule is played with the times of its parts; replicas sum the gradients of a stage afterwards."""
+        table, layers = self.table(), profile.layers
+        if self.tensor > 1 or table.over_time or len(layers) < table.parts:
+            return None
+        from manyhands.strategies.pipeline.predicted_parts import predicted_parts
+
+        replicas = self.grid(machines.workers).data
+        return predicted_parts(
+            table, profile, machines, replicas=replicas, cuts=self.cuts, recompute=self.recompute
+        )
 
     def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
         super().check(workers, device, compiled=compiled)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -13,10 +13,13 @@ from manyhands.facts import (
     TO_ROUNDING,
     Answer,
     Facts,
+    Machines,
     ModelFootprint,
+    PredictedStep,
     Promise,
     Promises,
     Stepping,
+    TaskProfile,
     Truth,
     Waits,
     WorkerMemory,
@@ -151,6 +154,13 @@ class Ps(Strategy):
             )
         return placed, workers
 
+    @classmethod
+    def choices(cls, machines: Machines) -> Sequence[Strategy]:
+        """One server, and up to one for each worker; in step and not."""
+        counts = [count for count in (1, 2, 4, 8, 16) if count <= machines.workers]
+        texts = ("sync", "async")
+        return [cls(servers=count, consistency=parse_consistency(text)) for text in texts for count in counts]
+
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
         """Servers keep shards and step them; a worker has the parameters that it computes with."""
         servers = self.num_server_processes
@@ -169,6 +179,36 @@ class Ps(Strategy):
             state=0 if self.averages else model.state * (1 + self.replicas) // servers,
         )
         return [worker, server]
+
+    def predict(self, profile: TaskProfile, machines: Machines) -> PredictedStep | None:
+        """In step, all push and pull at once, so that a server's link carries the shards of all workers.
+
+        Otherwise each worker computes whole batches; together they cannot push more than the servers' links and
+        optimizers get through.
+        """
+        if self.codec != RAW or self.averages or self.replicas:
+            return None
+        workers, shards = machines.workers, self.servers
+        rate = (
+            machines.between
+            if machines.hosts > 1
+            else machines.inside
+            if self.uses_network
+            else machines.memory
+        )
+        size, step_s = profile.model.gradients, profile.optimizer_s / shards
+        served_s = rate.seconds(size / shards)  # one worker's part of one shard, each way
+        if self.consistency.lockstep:
+            moved_s = max(rate.seconds(size), workers * served_s)
+            compute_s = profile.compute_s(workers)
+            return PredictedStep(compute_s=compute_s, exchange_s=2 * moved_s, optimizer_s=step_s)
+        compute_s, moved_s = profile.compute_s(), 2 * rate.seconds(size)
+        alone_s = compute_s + moved_s + step_s
+        most_s = workers * max(step_s, served_s)
+        waiting_s = max(0.0, most_s - alone_s)
+        return PredictedStep(
+            compute_s=compute_s, exchange_s=moved_s, waiting_s=waiting_s, optimizer_s=step_s, batches=workers
+        )
 
     @property
     def facts(self) -> Facts:

@@ -11,8 +11,11 @@ from manyhands.facts import (
     IN_STEP,
     ONE_DEVICE,
     Facts,
+    Machines,
     ModelFootprint,
+    PredictedStep,
     Stepping,
+    TaskProfile,
     Truth,
     WorkerMemory,
 )
@@ -59,6 +62,24 @@ class Sharded(Strategy):
                 "parameters stay for the complete step",
             )
         ]
+
+    def predict(self, profile: TaskProfile, machines: Machines) -> PredictedStep | None:
+        """A layer is gathered while the one before it computes; its gradient goes to its owners meanwhile."""
+        from manyhands.strategies.common.step_times import gathered_s, spread_s
+
+        workers = machines.workers
+        samples = profile.samples(workers)
+        moves_s = [spread_s(machines, layer.gradient_bytes) for layer in profile.layers]
+        forward_s = [layer.forward.seconds(samples) for layer in profile.layers]
+        backward_s = [layer.backward.seconds(samples) for layer in reversed(profile.layers)]
+        there_s = [gather + scatter for gather, scatter in zip(moves_s, [0.0, *moves_s], strict=False)]
+        whole_s = gathered_s(forward_s, moves_s) + gathered_s(backward_s, there_s[::-1]) + moves_s[0]
+        computing_s = sum(forward_s) + sum(backward_s)
+        return PredictedStep(
+            compute_s=profile.compute_s(workers),
+            exchange_s=whole_s - computing_s,
+            optimizer_s=profile.optimizer_s / workers,
+        )
 
     @property
     def facts(self) -> Facts:

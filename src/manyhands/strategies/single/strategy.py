@@ -12,9 +12,12 @@ from manyhands.facts import (
     IN_STEP,
     Answer,
     Facts,
+    Machines,
     ModelFootprint,
+    PredictedStep,
     Promise,
     Stepping,
+    TaskProfile,
     Truth,
     Waits,
     WorkerMemory,
@@ -66,6 +69,12 @@ class Single(Strategy):
             WorkerMemory(who="device", besides=self.device_memory, what=some),
             WorkerMemory(who=self.offload, weights=model.parameters, state=model.state),
         ]
+
+    def predict(self, profile: TaskProfile, machines: Machines) -> PredictedStep | None:
+        del machines
+        if self.device_memory:
+            return None
+        return PredictedStep(compute_s=profile.compute_s(), optimizer_s=profile.optimizer_s)
 
     def sends(self, model: ModelFootprint, workers: int) -> list[WorkerTraffic]:
         del model

@@ -15,9 +15,11 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from heapq import heapify, heappop, heappush
+from typing import Generic, TypeAlias, TypeVar
 
 from manyhands.errors import UserError
+from manyhands.facts import Machines
 from manyhands.strategies.common.collectives import schedule
 
 __all__ = ["cost", "prove", "replay"]
@@ -216,6 +218,10 @@ class _Expressions:
 # the longest chain of waits, found by playing the rounds through.
 
 
+_Seconds: TypeAlias = Callable[[int, int, int], float]
+"""The time of a message: (source, to, bytes)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
     """The cost of one all-reduce.
@@ -232,18 +238,40 @@ class Cost:
 
     def time(self, alpha: float, beta: float, gamma: float) -> float:
         """Time until the last rank is done; alpha per message, beta per byte sent, gamma per byte reduced."""
+        return self._played(lambda _source, _to, size: alpha + size * beta, None, gamma)
+
+    def time_on(self, machines: Machines) -> float:
+        """Time on these machines, where a host's link to the others carries one message after the other each way."""
+        return self._played(
+            lambda source, to, size: machines.link(source, to).seconds(size),
+            [machines.host_of(rank) for rank in range(len(self._tables))],
+            1 / machines.added_per_s,
+        )
+
+    def _played(self, seconds: _Seconds, hosts: Sequence[int] | None, gamma: float) -> float:
         clocks, size = [0.0] * len(self._tables), self._size
+        free: dict[tuple[int, bool], float] = defaultdict(float)  # when a host's link is free, out and in
         for steps in zip(*self._tables, strict=True):
-            left: dict[tuple[int, int], deque[float]] = {}
+            left: dict[tuple[int, int], deque[float]] = defaultdict(deque)
             finished = list(clocks)
-            for rank, step in enumerate(steps):
-                for send in step.sends:
-                    finished[rank] += alpha + size(send.chunks) * beta
-                    left.setdefault((rank, send.to), deque()).append(finished[rank])
+            # The rank that is free first sends first: those of a host take turns on its link.
+            waiting = [(finished[rank], rank, 0) for rank, step in enumerate(steps) if step.sends]
+            heapify(waiting)
+            while waiting:
+                now, rank, number = heappop(waiting)
+                send = steps[rank].sends[number]
+                if hosts is not None and hosts[rank] != hosts[send.to]:
+                    now = max(now, free[hosts[rank], True], free[hosts[send.to], False])
+                end = finished[rank] = now + seconds(rank, send.to, size(send.chunks))
+                if hosts is not None and hosts[rank] != hosts[send.to]:
+                    free[hosts[rank], True] = free[hosts[send.to], False] = end
+                left[rank, send.to].append(end)
+                if number + 1 < len(steps[rank].sends):
+                    heappush(waiting, (end, rank, number + 1))
             for rank, step in enumerate(steps):
                 port = clocks[rank]
                 for receive in step.receives:
-                    carried = port + alpha + size(receive.chunks) * beta
+                    carried = port + seconds(receive.source, rank, size(receive.chunks))
                     port = max(carried, left[receive.source, rank].popleft())
                 # Bytes added in a round; what is kept counts when it arrives, although its fold may come later.
                 added = sum(

@@ -1,0 +1,252 @@
+"""Where the time of a step is predicted to go, against closed forms and against what must not change it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.facts import ComputeTime, LayerTimes, LinkRate, Machines, ModelFootprint, TaskProfile
+from manyhands.foresight.simulate.driver import simulate
+from manyhands.foresight.simulate.simulated_spec import ComputeModel, NetworkModel, SimulationSpec, Timing
+from manyhands.strategies.common import step_times
+from manyhands.strategies.common.step_times import (
+    all_reduce_s,
+    beyond_backward_s,
+    buckets_of,
+    gathered_s,
+    is_modelled,
+)
+from manyhands.strategies.registry import STRATEGIES
+from manyhands.strategy import Strategy
+
+ALPHA, RATE, ADDED = 1e-4, 1e8, 1e9
+LINK = LinkRate(latency_s=ALPHA, bytes_per_s=RATE)
+SIZE = 64 * 63 * 65 * 4  # which many numbers of workers divide into whole items
+
+
+def profile(
+    layers: int = 8, *, batch: int = 64, num_bytes: int = 1 << 20, fixed_s: float = 0.0
+) -> TaskProfile:
+    """Layers that are alike: a forward of 1 ms and a backward of 2 ms for each sample of the model."""
+    each = LayerTimes(
+        name="layer",
+        forward=ComputeTime(fixed_s=fixed_s, per_sample_s=1e-3 / layers),
+        backward=ComputeTime(fixed_s=2 * fixed_s, per_sample_s=2e-3 / layers),
+        gradient_bytes=num_bytes,
+        output_bytes=1000.0,
+    )
+    size = layers * num_bytes
+    model = ModelFootprint(parameters=size, gradients=size, state=2 * size, batch_size=batch)
+    return TaskProfile(layers=(each,) * layers, model=model, optimizer_s=5e-3)
+
+
+def hosts(number: int, per_host: int, **links: LinkRate) -> Machines:
+    return Machines(
+        hosts=number, per_host=per_host, **{"memory": LINK, "inside": LINK, "between": LINK, **links}
+    )
+
+
+def predicted(text: str, machines: Machines, of: TaskProfile | None = None) -> float:
+    found = Strategy.parse(text).predict(of or profile(), machines)
+    assert found is not None, text
+    return found.seconds
+
+
+def part(workers: int) -> float:
+    return 2 * (workers - 1) / workers * SIZE / RATE
+
+
+FORMS = {
+    "ring": lambda p: 2 * (p - 1) * ALPHA + part(p),
+    "direct": lambda p: 2 * (p - 1) * ALPHA + part(p),
+    "round-robin": lambda p: 2 * (p - 1) * ALPHA + part(p),
+    "doubling": lambda p: (p - 1).bit_length() * (ALPHA + SIZE / RATE),
+    "butterfly": lambda p: 2 * (p - 1).bit_length() * ALPHA + part(p),
+    "tree": lambda p: 2 * (p - 1).bit_length() * (ALPHA + SIZE / RATE),
+    "all-to-all": lambda p: (p - 1) * (ALPHA + SIZE / RATE),
+    "master-worker": lambda p: 2 * (p - 1) * (ALPHA + SIZE / RATE),
+}
+
+
+@pytest.mark.parametrize("algorithm", FORMS)
+@pytest.mark.parametrize("workers", [2, 4, 8, 64, 256])
+def test_an_all_reduce_on_one_host_takes_its_closed_form(algorithm: str, workers: int) -> None:
+    size = SIZE // (64 * 4) * 64 * 4
+    if not is_modelled(algorithm, hosts(1, workers)):
+        assert workers == 256
+        return
+    got = all_reduce_s(algorithm, hosts(1, workers), size)
+    assert got == pytest.approx(FORMS[algorithm](workers), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "tolerance"),
+    [("ring", 0.01), ("direct", 0.02), ("hierarchical", 0.01), ("butterfly", 0.35)],
+)
+def test_many_workers_are_predicted_as_those_that_are_played(
+    algorithm: str, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = LinkRate(latency_s=10 * ALPHA, bytes_per_s=RATE / 20)
+    for machines in (hosts(8, 8, between=slow), hosts(16, 4, between=slow), hosts(4, 16, between=slow)):
+        played = all_reduce_s(algorithm, machines, SIZE)
+        with monkeypatch.context() as patch:
+            patch.setattr(step_times, "_PLAYED", 1)
+            assert all_reduce_s(algorithm, machines, SIZE) == pytest.approx(played, rel=tolerance), machines
+
+
+def test_workers_of_a_host_share_its_link_to_the_others() -> None:
+    """A ring crosses the link of a host once each way; all messages of `direct` between two hosts share one."""
+    fast = LinkRate(bytes_per_s=1e15)
+    slow = LinkRate(bytes_per_s=RATE)
+    machines = hosts(2, 4, memory=fast, inside=fast, between=slow)
+    assert all_reduce_s("ring", machines, SIZE) == pytest.approx(2 * 7 / 8 * SIZE / RATE, rel=1e-3)
+    assert all_reduce_s("direct", machines, SIZE) == pytest.approx(2 * 4 * 4 / 8 * SIZE / RATE, rel=0.1)
+    assert all_reduce_s("hierarchical", machines, SIZE) == pytest.approx(2 / 2 * SIZE / RATE, rel=1e-3)
+
+
+def test_buckets_are_filled_from_the_last_layer_on() -> None:
+    of = profile(3, num_bytes=100)
+    assert buckets_of(of.layers, 150) == [(1, 150.0), (0, 150.0)]
+    assert buckets_of(of.layers, 1000) == [(0, 300.0)]
+    assert buckets_of(of.layers, 60) == [(2, 60.0), (1, 60.0), (1, 60.0), (0, 60.0), (0, 60.0)]
+
+
+@pytest.mark.parametrize("exchange_s", [0.02, 0.1, 0.128, 0.3, 1.0])
+def test_many_small_buckets_hide_behind_backward(exchange_s: float) -> None:
+    """With many layers, a step is forward + max(backward, exchange)."""
+    of = profile(200, num_bytes=1000)
+    backward_s = of.backward_s(64)
+    beyond = beyond_backward_s(of, 64, buckets_of(of.layers, 1000), lambda size: exchange_s * size / 200_000)
+    assert beyond == pytest.approx(max(0.0, exchange_s - backward_s), abs=2e-3)
+
+
+def test_layers_are_gathered_one_ahead() -> None:
+    assert gathered_s([1.0] * 4, [0.5] * 4) == pytest.approx(0.5 + 4)
+    assert gathered_s([1.0] * 4, [3.0] * 4) == pytest.approx(4 * 3 + 1)
+    assert gathered_s([0.0] * 4, [3.0] * 4) == pytest.approx(12)
+
+
+MODELLED = [
+    "mirrored", "allreduce algorithm=ring link=tcp", "central", "sharded", "ps", "ps servers=2 consistency=async",
+    "ps link=tcp consistency=bounded:2", "hogwild", "local steps=4", "local steps=4 link=tcp", "pipeline",
+]  # fmt: skip
+NOT_MODELLED = ["tensor", "federated", "allreduce link=tcp codec=bf16", "single device_memory=1GiB"]
+
+
+def test_each_strategy_is_modelled_or_says_that_it_is_not() -> None:
+    assert {text.partition(" ")[0] for text in [*MODELLED, *NOT_MODELLED]} == STRATEGIES.keys()
+    for text in NOT_MODELLED:
+        assert Strategy.parse(text).predict(profile(), hosts(1, 4)) is None, text
+
+
+SPLIT = [text for text in MODELLED if "async" not in text and "bounded" not in text and text != "hogwild"]
+
+
+@pytest.mark.parametrize("text", [text for text in SPLIT if text != "pipeline"])
+def test_with_links_that_take_no_time_only_computing_is_left(text: str) -> None:
+    free = LinkRate()
+    machines = hosts(1, 4, memory=free, inside=free, between=free)
+    found = Strategy.parse(text).predict(profile(), machines)
+    assert found is not None
+    assert found.compute_s == pytest.approx(16 * 3e-3)
+    assert found.exchange_s == pytest.approx(0.0, abs=1e-9)
+    assert found.seconds == pytest.approx(found.compute_s + found.optimizer_s)
+
+
+@pytest.mark.parametrize("text", ["mirrored", "central", "local steps=4", "hogwild", "sharded"])
+def test_one_worker_is_single(text: str) -> None:
+    free = LinkRate()
+    machines = hosts(1, 1, memory=free, inside=free)
+    assert predicted(text, machines) == pytest.approx(predicted("single", machines))
+
+
+@given(st.sampled_from(MODELLED), st.floats(1e6, 1e10), st.floats(1.0, 100.0), st.sampled_from([2, 4, 8]))
+def test_a_faster_link_or_a_shorter_latency_is_never_slower(
+    text: str, rate: float, factor: float, workers: int
+) -> None:
+    slow = LinkRate(latency_s=1e-3, bytes_per_s=rate)
+    fast = LinkRate(latency_s=1e-3 / factor, bytes_per_s=rate * factor)
+    slower, faster = (hosts(1, workers, memory=one, inside=one) for one in (slow, fast))
+    assert predicted(text, faster) <= predicted(text, slower) * (1 + 1e-9)
+
+
+@given(st.sampled_from(MODELLED), st.floats(0.1, 10.0))
+def test_time_scales_with_its_unit(text: str, factor: float) -> None:
+    of, machines = profile(), hosts(1, 4)
+
+    def scaled(one: ComputeTime) -> ComputeTime:
+        return ComputeTime(fixed_s=factor * one.fixed_s, per_sample_s=factor * one.per_sample_s)
+
+    layers = tuple(
+        replace(one, forward=scaled(one.forward), backward=scaled(one.backward)) for one in of.layers
+    )
+    slower = replace(of, layers=layers, optimizer_s=factor * of.optimizer_s)
+    link = LinkRate(latency_s=factor * ALPHA, bytes_per_s=RATE / factor)
+    got = predicted(text, hosts(1, 4, memory=link, inside=link), slower)
+    assert got == pytest.approx(factor * predicted(text, machines, of), rel=1e-9)
+
+
+def test_sharded_moves_each_layer_three_times_where_computing_takes_no_time() -> None:
+    of = profile()
+    nothing = ComputeTime()
+    idle = replace(of, layers=tuple(replace(one, forward=nothing, backward=nothing) for one in of.layers))
+    move_s = 3 * ALPHA + 3 / 4 * (1 << 20) / RATE
+    found = Strategy.parse("sharded").predict(replace(idle, optimizer_s=0.0), hosts(1, 4))
+    assert found is not None
+    assert found.seconds == pytest.approx(3 * 8 * move_s, rel=1e-3)
+
+
+def test_a_pipeline_of_equal_stages_takes_m_plus_p_minus_1_slots() -> None:
+    free = LinkRate()
+    found = Strategy.parse("pipeline stages=4 microbatches=8").predict(
+        replace(profile(), optimizer_s=0.0), hosts(1, 4, inside=free)
+    )
+    assert found is not None
+    slot_s = 64 / 8 * 3e-3 / 4
+    assert found.seconds == pytest.approx((8 + 4 - 1) * slot_s)
+    assert found.waiting_s == pytest.approx(3 * slot_s)
+
+
+def test_replicas_of_a_pipeline_sum_what_a_stage_has() -> None:
+    free = LinkRate()
+    machines = hosts(2, 2, inside=free)
+    found = Strategy.parse("pipeline stages=2").predict(profile(), machines)
+    assert found is not None
+    assert found.exchange_s == pytest.approx(2 * ALPHA + 4 * (1 << 20) / RATE, rel=1e-3)
+
+
+@pytest.mark.parametrize("servers", [1, 2, 4])
+def test_servers_in_step_carry_the_shards_of_all_workers(servers: int) -> None:
+    """w / S is the whole story, down to one worker's own link."""
+    of, machines = profile(), hosts(1, 4)
+    size = of.model.gradients
+    found = Strategy.parse(f"ps servers={servers} link=tcp").predict(of, machines)
+    assert found is not None
+    assert found.exchange_s == pytest.approx(2 * 4 / servers * size / RATE, rel=0.01)
+
+
+@pytest.mark.parametrize(("workers", "step_ms"), [(1, 40.0), (4, 40.0), (8, 40.0), (16, 10.0)])
+def test_asynchronous_servers_are_as_fast_as_in_the_simulator(workers: int, step_ms: float) -> None:
+    """Until the server is busy all the time: then it is the server that counts."""
+    of = profile(1, batch=1)
+    compute = ComputeTime(fixed_s=step_ms / 1000)
+    of = replace(
+        of, layers=(replace(of.layers[0], forward=compute, backward=ComputeTime()),), optimizer_s=5e-3
+    )
+    free = LinkRate()
+    run = simulate(
+        SimulationSpec(
+            workers=workers,
+            steps=200 * workers,
+            consistency="async",
+            compute=ComputeModel(step_s=step_ms / 1000),
+            network=NetworkModel(latency_s=0.0),
+            timing=Timing(apply_s=5e-3),
+        )
+    )
+    assert run.updates_per_s == pytest.approx(
+        1 / predicted("ps consistency=async", hosts(1, workers, memory=free), of), rel=0.15
+    )
