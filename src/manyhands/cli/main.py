@@ -104,6 +104,11 @@ GROUPS = {
         ),
     },
     "Foresee": {
+        "plan": LazyCommand(
+            "plan_command:plan_app",
+            "Predict the time of every strategy on these machines or on others, and choose.",
+            counts=("workers", "steps"),
+        ),
         "simulate": LazyCommand(
             "forecast_commands:simulate_app",
             "Train a built-in task on parameter servers in virtual time, with more workers than cores.",

@@ -25,7 +25,6 @@ from manyhands.workloads.tasks.builtin import BuiltinTask
 if TYPE_CHECKING:
     from torch import nn
 
-    from manyhands.engine.kernel_task import AnyTask
     from manyhands.engine.placement.tracing import Graph
     from manyhands.facts import WorkerMemory, WorkerTraffic
     from manyhands.foresight.estimate import Estimate
@@ -128,7 +127,8 @@ class _MemoryOptions:
 
 
 def _estimate(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _MemoryOptions) -> None:
-    from manyhands.foresight.estimate import estimate
+    from manyhands.foresight.estimate import estimate, require_trainable
+    from manyhands.lab.compare.comparison import workers_of
     from manyhands.strategies.registry import STRATEGIES
 
     workers = common.workers
@@ -137,7 +137,7 @@ def _estimate(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Me
     texts = common.strategy.split(";") if common.strategy is not None else list(STRATEGIES)
     strategies = [Strategy.parse(text) for text in texts]
     for strategy in strategies if named else ():  # before the task is built, which may take long
-        strategy.check(_of(strategy, workers), "cpu")
+        strategy.check(workers_of(strategy, workers), "cpu")
     with status_line() as say:
         say("reading the data")
         task = entry.build(**task_options)
@@ -148,8 +148,10 @@ def _estimate(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Me
         for text, strategy in zip(texts, strategies, strict=True):
             shown = str(strategy) if named else text
             try:
-                needs = _needs(task, strategy, workers, found)
-                sent[shown] = strategy.sends(found.footprint, _of(strategy, workers))
+                count = workers_of(strategy, workers)
+                require_trainable(task, strategy, count, found)
+                needs = strategy.needs(found.footprint, count)
+                sent[shown] = strategy.sends(found.footprint, count)
             except UserError:
                 if named:
                     raise
@@ -195,23 +197,6 @@ def _written(
             for text, traffic in sent.items()
         },
     }
-
-
-def _needs(task: AnyTask, strategy: Strategy, workers: int, found: Estimate) -> list[WorkerMemory]:
-    """What each worker holds; whatever `train` would refuse before it begins is refused with its sentence."""
-    from manyhands.engine.options import Options
-    from manyhands.engine.request import Length, Request
-    from manyhands.engine.training import training_class
-
-    count = _of(strategy, workers)
-    shortest = Length(rounds=1) if strategy.facts.counts_rounds else Length(steps=1)
-    request = Request.make(task, strategy, count, shortest, 0, Options(), "cpu")
-    training_class(strategy, compiled=request.plan.task.compiled)(request, found.model)
-    return strategy.needs(found.footprint, count)
-
-
-def _of(strategy: Strategy, workers: int) -> int:
-    return workers if strategy.most_workers is None else min(workers, strategy.most_workers)
 
 
 def _table(

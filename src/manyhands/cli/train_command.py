@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,9 @@ class _TrainOptions(RunOptions):
     strategy: str = option("mirrored", f"{', '.join(STRATEGIES)}; with settings, such as 'ps servers=2'.")
     workers: int | None = option(
         None, "Processes on this host, or those of torchrun.", shown="2, or what the strategy needs"
+    )
+    plan: Path | None = option(
+        None, "Train as `manyhands plan` chose: the file of its --json.", metavar="FILE", shown=False
     )
     cluster: str | None = option(
         None, "Start the processes with Ray: ray (a new cluster), auto, ray://HOST:PORT or HOST:PORT."
@@ -86,6 +89,7 @@ class _TrainOptions(RunOptions):
 def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _TrainOptions) -> None:
     from manyhands.engine.fitting import fit
 
+    common = _as_planned(entry.name, common)
     task, place = entry.build(**task_options), find_place()
     leads = place.leads  # the run directory, the page and what is printed at the end are its
     usual = usual_workers(Strategy.parse(common.strategy))
@@ -129,6 +133,18 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Train
             the_page_of_the_run=("show", out),
             the_model_over_HTTP=("serve", out),
         )
+
+
+def _as_planned(task: str, common: _TrainOptions) -> _TrainOptions:
+    """What was asked for, with the strategy and the workers of --plan where that is given."""
+    if common.plan is None:
+        return common
+    from manyhands.foresight.plan.plan_file import planned
+
+    if common.strategy != "mirrored" or common.workers is not None:
+        raise UserError("--plan says the strategy and the workers; leave out --strategy and --workers")
+    strategy, workers = planned(common.plan, task)
+    return replace(common, strategy=strategy, workers=workers)
 
 
 def _fit_options(common: _TrainOptions, out: Path, leads: bool) -> Options:

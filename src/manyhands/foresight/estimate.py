@@ -23,13 +23,18 @@ from torch.utils._pytree import tree_map_only
 from manyhands.data.batches import BatchSource
 from manyhands.data.randomness import seed_all
 from manyhands.engine.dynamo import optimizer_of
+from manyhands.engine.kernel_task import AnyTask
+from manyhands.engine.options import Options
+from manyhands.engine.request import Length, Request
+from manyhands.engine.training import training_class
 from manyhands.errors import UserError
 from manyhands.facts import LayerFootprint, ModelFootprint, Stepping, TracedModel
 from manyhands.strategies.common.sharding.layer_units import Unit, units_of
 from manyhands.strategies.common.sharding.optimizers import cannot_step, kept_by
+from manyhands.strategy import Strategy
 from manyhands.task import Task
 
-__all__ = ["Estimate", "estimate"]
+__all__ = ["Estimate", "estimate", "refusal", "require_trainable"]
 
 _FEW = 4  # samples that are computed with real tensors, where shapes alone are not enough
 _DOES = {True: "tracing", False: "computing"}
@@ -54,6 +59,22 @@ def estimate(task: Task, report: Callable[[str], None] = lambda _: None) -> Esti
         raise
     except Exception:  # any failure that shapes alone may cause: real tensors are tried next
         return _estimate(task, None, report)
+
+
+def require_trainable(task: AnyTask, strategy: Strategy, workers: int, found: Estimate) -> None:
+    """UserError with the sentence of `train`, where that would reject the task before it begins."""
+    shortest = Length(rounds=1) if strategy.facts.counts_rounds else Length(steps=1)
+    request = Request.make(task, strategy, workers, shortest, 0, Options(), "cpu")
+    training_class(strategy, compiled=request.plan.task.compiled)(request, found.model)
+
+
+def refusal(task: AnyTask, strategy: Strategy, workers: int, found: Estimate) -> str:
+    """Why `train` would reject it; empty where it would not."""
+    try:
+        require_trainable(task, strategy, workers, found)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def _estimate(task: Task, mode: FakeTensorMode | None, report: Callable[[str], None]) -> Estimate:

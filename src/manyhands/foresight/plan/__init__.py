@@ -1,0 +1,1 @@
+"""Which plan for which machines: predicted times, what they need, and why the others lose."""

@@ -1,0 +1,1 @@
+"""Plans for the machines at hand: measured, and tried."""

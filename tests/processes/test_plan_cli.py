@@ -1,0 +1,93 @@
+"""`manyhands plan` on this machine: a table, a file that `train --plan` follows, and plans that were tried."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("compiler_imported")
+
+CLUSTER = """
+hosts = 2
+workers_per_host = 4
+speed = 10
+memory = "16GiB"
+price = 2.0
+
+[links]
+inside = { latency = "5us", bandwidth = "20GB/s" }
+between = { latency = "30us", bandwidth = "10Gbit/s" }
+"""
+
+
+def manyhands(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "manyhands", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_a_plan_is_chosen_tried_and_trained_by(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    asked = ("--strategies", "mirrored; central; hogwild", "--verify", "2", "--steps", "6")
+    done = manyhands("plan", "line", "--workers", "2", *asked, "--json", path)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(path.read_text())
+    assert {row["strategy"] for row in record["plans"]} == {"mirrored", "central", "hogwild"}
+    assert {one["strategy"] for one in record["tried"]} == {"mirrored", "central"}
+    fastest = min(record["tried"], key=lambda one: one["seen_s"])
+    assert record["strategy"] == fastest["strategy"]
+    assert "ruled out: its weights are not those of one process" in done.stdout
+    assert re.search(
+        r"mirrored: [\d.e+]+ ms a step were seen, [\d.e+]+ ms predicted \([+-]\d+ %\)\.", done.stdout
+    )
+    out = tmp_path / "run"
+    trained = manyhands("train", "line", "--plan", path, "--steps", "4", "--out", out)
+    assert trained.returncode == 0, trained.stderr
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["strategy"], summary["workers"]) == (record["strategy"], 2)
+    for more, said in (
+        (("--workers", "2"), "--plan says the strategy and the workers; leave out --strategy and --workers"),
+        (("--plan", tmp_path / "none.json"), "none.json cannot be read: No such file or directory"),
+    ):
+        wrong = manyhands("train", "line", "--plan", path, *more, "--steps", "4")
+        assert wrong.returncode == 2
+        assert said in wrong.stderr
+        assert wrong.stderr.strip().count("\n") == 0
+
+
+def test_other_machines_are_planned_from_a_file(tmp_path: Path) -> None:
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text(CLUSTER)
+    done = manyhands("plan", "line", "--cluster", cluster, "--must", "none", "--json", tmp_path / "plan.json")
+    assert done.returncode == 0, done.stderr
+    assert "line on 8 workers · 2 hosts of 4" in done.stdout
+    assert "Nothing was run on these machines" in done.stdout
+    record = json.loads((tmp_path / "plan.json").read_text())
+    known = [row for row in record["plans"] if row["step_s"] is not None]
+    assert len(known) > 10
+    assert all(row["price_of_1000_steps"] > 0 for row in known)
+    assert all(row["reason"] for row in record["plans"] if row["strategy"] != record["strategy"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--must", "fast"), "must='fast' is not a promise; allowed: equal, sync, survives"),
+        (("--memory", "10b"), "no plan keeps must=equal and fits; the nearest is "),
+        (("--strategies", "mirored"), "unknown strategy 'mirored'"),
+        (("--cluster", "none.toml"), "cluster file none.toml cannot be read"),
+        (
+            ("--cluster", "none.toml", "--verify", "2"),
+            "--verify tries plans on this machine; leave --cluster out",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_one_sentence(words: tuple[str, ...], said: str) -> None:
+    done = manyhands("plan", "line", "--workers", "1", *words)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,246 @@
+"""Plans of described machines: the order, the reasons, what would change the choice, and mistakes in the file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manyhands.errors import UserError
+from manyhands.facts import ComputeTime, LayerTimes, LinkRate, Machines, ModelFootprint, TaskProfile
+from manyhands.foresight.plan.described_cluster import DescribedCluster, parse_duration, parse_rate
+from manyhands.foresight.plan.plan_file import plan_record, planned
+from manyhands.foresight.plan.plan_search import Question, RankedPlans, make_plan
+from manyhands.strategies.registry import STRATEGIES
+
+GOOD = """
+hosts = 4
+workers_per_host = 2
+speed = 3
+memory = "2GiB"
+price = 1.5
+
+[links]
+inside = { latency = "5us", bandwidth = "10GB/s" }
+between = { latency = "50us", bandwidth = "8Gbit/s" }
+"""
+
+
+def profile(_per_host: int = 1, *, num_bytes: int = 4 << 20, layers: int = 6) -> TaskProfile:
+    each = LayerTimes(
+        name="layer",
+        forward=ComputeTime(per_sample_s=1e-4),
+        backward=ComputeTime(per_sample_s=2e-4),
+        gradient_bytes=num_bytes,
+        output_bytes=4000.0,
+    )
+    size = layers * num_bytes
+    model = ModelFootprint(parameters=size, gradients=size, state=2 * size, per_sample=1000.0, batch_size=64)
+    return TaskProfile(layers=(each,) * layers, model=model, optimizer_s=1e-3)
+
+
+def cluster(hosts: int = 2, per_host: int = 2, rate: float = 1e9, **more: Any) -> DescribedCluster:
+    link = LinkRate(latency_s=2e-5, bytes_per_s=rate)
+    near = LinkRate(latency_s=1e-6, bytes_per_s=2e10)
+    machines = Machines(hosts=hosts, per_host=per_host, memory=near, inside=near, between=link)
+    return DescribedCluster(machines=machines, **more)
+
+
+def plan(of: DescribedCluster, **more: Any) -> RankedPlans:
+    workers = more.pop("workers", of.machines.workers)
+    return make_plan(
+        Question(profile_of=more.pop("profile_of", profile), cluster=of, workers=workers, **more)
+    )
+
+
+def test_a_file_is_read_in_the_units_that_people_write(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(GOOD)
+    found = DescribedCluster.from_file(path)
+    assert found.machines.workers == 8
+    assert found.machines.between.seconds(1e9) == pytest.approx(1 + 5e-5)
+    assert found.machines.inside.seconds(1e10) == pytest.approx(1 + 5e-6)
+    assert found.machines.memory == found.machines.inside
+    assert (found.speed, found.memory, found.price) == (3.0, 2 << 30, 1.5)
+    assert parse_duration("1.5ms") == pytest.approx(1500 * parse_duration("1us"))
+    assert parse_rate("8Gbit/s") == parse_rate("1GB/s") == pytest.approx(1e3 * parse_rate("1MB"))
+    assert parse_rate("1MiB/s") == 2**20
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "said"),
+    [
+        ('"8Gbit/s"', '"8"', 10, "'8' is not a rate above 0 with a unit"),
+        ('"8Gbit/s"', '"-8Gbit/s"', 10, "is not a rate above 0"),
+        ('"8Gbit/s"', '"8parsec/s"', 10, "is not a rate above 0 with a unit"),
+        ('"50us"', "50", 10, "latency=50 has no unit; write it in quotes"),
+        (
+            "between =",
+            "betwen =",
+            10,
+            "there is no links.betwen; allowed: memory, inside, between; did you mean",
+        ),
+        ("speed = 3", "speed = -3", 4, "speed=-3 must be a number above 0"),
+        ("hosts = 4", "hosts = 0", 2, "hosts=0 must be an integer of at least 1"),
+        ("hosts = 4", "hosts = true", 2, "hosts=True must be an integer"),
+        ('"2GiB"', "2", 5, "memory=2 has no unit"),
+        ("price = 1.5", 'device = "h100"', 6, "there is no device; allowed: hosts"),
+        ("price = 1.5", "price = inf", 6, "price=inf must be a number of at least 0"),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_sentence_with_its_line(
+    old: str, new: str, line: int, said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(GOOD.replace(old, new, 1))
+    with pytest.raises(UserError) as caught:
+        DescribedCluster.from_file(path)
+    assert str(caught.value).startswith(f"cluster file {path}, line {line}: ")
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_link_that_is_needed_and_a_file_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text("hosts = 2")
+    with pytest.raises(UserError, match=r"\[links\] has no between; add between = "):
+        DescribedCluster.from_file(path)
+    path.write_text("hosts = ")
+    with pytest.raises(UserError, match="is not TOML"):
+        DescribedCluster.from_file(path)
+    with pytest.raises(UserError, match="cannot be read"):
+        DescribedCluster.from_file(tmp_path / "none.toml")
+
+
+def test_the_fastest_that_fits_comes_first_and_every_other_plan_has_a_reason() -> None:
+    found = plan(cluster(), must=())
+    assert found.best is not None
+    seconds = [row.seconds for row in found.rows if row.seconds is not None and "ruled" not in row.reason]
+    assert seconds == sorted(seconds)
+    assert all(row.reason for row in found.rows[1:])
+    assert {row.strategy.word for row in found.rows} == STRATEGIES.keys()
+    reasons = {row.strategy.word: row.reason for row in found.rows}
+    assert reasons["federated"] == reasons["tensor"] == "not modelled"
+
+
+def test_what_must_be_promised_rules_out_what_does_not() -> None:
+    for must, out in (("equal", "local"), ("sync", "hogwild"), ("survives", "mirrored")):
+        found = plan(cluster(), must=(must,))
+        assert next(row.reason for row in found.rows if row.strategy.word == out).startswith("ruled out: ")
+    with pytest.raises(UserError, match="must='fast' is not a promise; allowed: equal, sync, survives"):
+        plan(cluster(), must=("fast",))
+
+
+def test_a_plan_that_does_not_fit_is_not_chosen() -> None:
+    """A worker of `mirrored` holds 24 MiB four times; under `sharded`, a quarter of that and some layers."""
+    texts = ("mirrored", "sharded")
+    whole = plan(cluster(rate=1e8), strategies=texts)
+    little = plan(cluster(rate=1e8, memory=80 << 20), strategies=texts)
+    assert whole.best is not None
+    assert whole.best.strategy.word == "mirrored"
+    assert whole.best.memory > 80 << 20
+    assert little.best is not None
+    assert little.best.strategy.word == "sharded"
+    assert little.best.memory <= 80 << 20
+    assert little.rows[1].reason == "does not fit: 96.0 MiB of 80.0 MiB for each worker"
+
+
+def test_where_nothing_is_left_the_nearest_plan_is_named_with_what_it_lacks() -> None:
+    with pytest.raises(UserError) as caught:
+        plan(cluster(memory=1 << 20))
+    assert "the nearest is " in str(caught.value)
+    assert "does not fit: " in str(caught.value)
+    assert "of 1.0 MiB for each worker" in str(caught.value)
+    with pytest.raises(
+        UserError, match="the nearest is federated: ruled out: its weights are not those of one"
+    ):
+        plan(cluster(), strategies=("federated",))
+    with pytest.raises(UserError, match="no strategy can train this task so; the reasons: mirrored: no"):
+        plan(cluster(), refuses=lambda _strategy, _workers: "no", strategies=("mirrored",))
+
+
+def test_at_a_flip_both_plans_take_the_same_time() -> None:
+    """The factor that is said is where the choice changes: a little less and the old plan wins."""
+    at = cluster(rate=1e8)
+    found = plan(at)
+    assert found.best is not None
+    faster = next(
+        one for one in found.sensitivities if one.startswith("With links") and "times as fast" in one
+    )
+    factor, other = float(faster.split()[2]), faster.split(", ")[1].removesuffix(" wins.")
+    links = at.machines
+
+    def best_with(scale: float) -> str:
+        def scaled(link: LinkRate) -> LinkRate:
+            return LinkRate(latency_s=link.latency_s / scale, bytes_per_s=link.bytes_per_s * scale)
+
+        machines = replace(
+            links, memory=scaled(links.memory), inside=scaled(links.inside), between=scaled(links.between)
+        )
+        best = plan(replace(at, machines=machines)).best
+        assert best is not None
+        return str(best.strategy)
+
+    assert best_with(factor * 1.05) == other
+    assert best_with(factor / 1.05) == str(found.best.strategy)
+
+
+def test_a_slow_link_between_hosts_and_many_workers_change_the_choice() -> None:
+    """On one host all-reduce wins over servers; over a link of 1 Mbit/s one process wins over everything."""
+    fast, slow = plan(cluster(rate=1e10)), plan(cluster(rate=1e5))
+    assert fast.best is not None
+    assert fast.best.strategy.word != "single"
+    assert slow.best is not None
+    assert slow.best.strategy.word == "single"
+
+
+def test_more_candidates_never_make_the_choice_worse_and_a_plan_is_the_same_twice() -> None:
+    few = plan(cluster(), strategies=("mirrored", "central"))
+    many = plan(cluster())
+    assert few.best is not None
+    assert many.best is not None
+    assert (many.best.seconds or 0) <= (few.best.seconds or 0)
+    assert plan(cluster()) == plan(cluster())
+
+
+def test_prices_are_those_of_the_hosts_that_are_used() -> None:
+    found = plan(cluster(price=3.6), strategies=("mirrored", "single"), must=())
+    prices = {row.strategy.word: (row.price, row.seconds) for row in found.rows}
+    assert prices["mirrored"][0] == pytest.approx(2 * 1000 * (prices["mirrored"][1] or 0) * 3.6 / 3600)
+    assert prices["single"][0] == pytest.approx(1000 * (prices["single"][1] or 0) * 3.6 / 3600)
+
+
+def test_a_thousand_workers_are_planned() -> None:
+    found = plan(cluster(hosts=125, per_host=8), must=())
+    assert found.best is not None
+    assert all(row.seconds is None or row.seconds > 0 for row in found.rows)
+
+
+def test_workers_that_the_hosts_do_not_have_are_rejected() -> None:
+    with pytest.raises(UserError, match="workers=5: the cluster has 4"):
+        plan(cluster(), workers=5)
+    with pytest.raises(UserError, match="workers=3: hosts of 2 cannot share them equally"):
+        plan(cluster(), workers=3)
+
+
+def test_the_file_of_a_plan_is_read_back_and_others_are_rejected(tmp_path: Path) -> None:
+    import json
+
+    path = tmp_path / "plan.json"
+    found = plan(cluster())
+    path.write_text(json.dumps(plan_record("digits", {}, found, str(found.rows[0].strategy))))
+    assert planned(path, "digits") == (str(found.rows[0].strategy), found.rows[0].workers)
+    with pytest.raises(UserError, match="is a plan for 'digits', not for language"):
+        planned(path, "language")
+    for text in ("", "[]", "{}", '{"task": "digits", "strategy": 3, "workers": 2}', '{"task": "digits"}'):
+        path.write_text(text)
+        with pytest.raises(UserError, match="is not a plan"):
+            planned(path, "digits")
+    path.write_text('{"task": "digits", "strategy": "mirrored", "workers": "2"}')
+    with pytest.raises(UserError, match="workers='2' must be an integer"):
+        planned(path, "digits")
+    path.write_text('{"task": "digits", "strategy": "mirored", "workers": 2}')
+    with pytest.raises(UserError, match="unknown strategy 'mirored'"):
+        planned(path, "digits")
