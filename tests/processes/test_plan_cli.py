@@ -52,6 +52,7 @@ def test_a_plan_is_chosen_tried_and_trained_by(tmp_path: Path) -> None:
     for more, said in (
         (("--workers", "2"), "--plan says the strategy and the workers; leave out --strategy and --workers"),
         (("--plan", tmp_path / "none.json"), "none.json cannot be read: No such file or directory"),
+        (("--batch-size", "8"), "plan.json is for line with no options; give the same ones"),
     ):
         wrong = manyhands("train", "line", "--plan", path, *more, "--steps", "4")
         assert wrong.returncode == 2
@@ -76,7 +77,9 @@ def test_other_machines_are_planned_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--must", "fast"), "must='fast' is not a promise; allowed: equal, sync, survives"),
+        (("--must", "fast"), "unknown must 'fast'; allowed: equal, sync, survives"),
+        (("--verify", "-1"), "--verify -1 must be at least 0"),
+        (("--strategies", ";"), "strategies is empty; name at least one"),
         (("--memory", "10b"), "no plan keeps must=equal and fits; the nearest is "),
         (("--strategies", "mirored"), "unknown strategy 'mirored'"),
         (("--cluster", "none.toml"), "cluster file none.toml cannot be read"),

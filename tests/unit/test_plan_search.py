@@ -122,7 +122,9 @@ def test_the_fastest_that_fits_comes_first_and_every_other_plan_has_a_reason() -
     assert all(row.reason for row in found.rows[1:])
     assert {row.strategy.word for row in found.rows} == STRATEGIES.keys()
     reasons = {row.strategy.word: row.reason for row in found.rows}
-    assert reasons["federated"] == reasons["tensor"] == "not modelled"
+    assert reasons["tensor"] == "not modelled"
+    assert reasons["hogwild"].startswith("one host only: its workers write to one memory without locks")
+    assert reasons["federated"].startswith("one host only: ")
 
 
 def test_what_must_be_promised_rules_out_what_does_not() -> None:
@@ -231,16 +233,24 @@ def test_the_file_of_a_plan_is_read_back_and_others_are_rejected(tmp_path: Path)
     path = tmp_path / "plan.json"
     found = plan(cluster())
     path.write_text(json.dumps(plan_record("digits", {}, found, str(found.rows[0].strategy))))
-    assert planned(path, "digits") == (str(found.rows[0].strategy), found.rows[0].workers)
+    assert planned(path, "digits", {}) == (str(found.rows[0].strategy), found.rows[0].workers)
     with pytest.raises(UserError, match="is a plan for 'digits', not for language"):
-        planned(path, "language")
-    for text in ("", "[]", "{}", '{"task": "digits", "strategy": 3, "workers": 2}', '{"task": "digits"}'):
+        planned(path, "language", {})
+    with pytest.raises(UserError, match="is for digits with no options; give the same ones"):
+        planned(path, "digits", {"batch-size": "32"})
+    for text in (
+        "",
+        "[]",
+        "{}",
+        '{"task": "digits", "strategy": 3, "workers": 2, "options": {}}',
+        '{"task": "digits"}',
+    ):
         path.write_text(text)
         with pytest.raises(UserError, match="is not a plan"):
-            planned(path, "digits")
-    path.write_text('{"task": "digits", "strategy": "mirrored", "workers": "2"}')
+            planned(path, "digits", {})
+    path.write_text('{"task": "digits", "strategy": "mirrored", "workers": "2", "options": {}}')
     with pytest.raises(UserError, match="workers='2' must be an integer"):
-        planned(path, "digits")
-    path.write_text('{"task": "digits", "strategy": "mirored", "workers": 2}')
+        planned(path, "digits", {})
+    path.write_text('{"task": "digits", "strategy": "mirored", "workers": 2, "options": {}}')
     with pytest.raises(UserError, match="unknown strategy 'mirored'"):
-        planned(path, "digits")
+        planned(path, "digits", {})

@@ -18,7 +18,7 @@ from manyhands.cli.runs import start_own_workers, status_line
 from manyhands.errors import UserError, format_bytes, num_of
 from manyhands.lab.sweep.trials import flag
 from manyhands.strategies.registry import STRATEGIES
-from manyhands.strategy import Strategy, check_count, parse_size
+from manyhands.strategy import Strategy, check_choice, check_count, parse_size
 from manyhands.workloads.tasks.builtin import BuiltinTask
 
 if TYPE_CHECKING:
@@ -57,15 +57,22 @@ class _PlanOptions:
 def _plan(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _PlanOptions) -> None:
     from manyhands.foresight.estimate import estimate
     from manyhands.foresight.plan.plan_file import plan_record
-    from manyhands.foresight.plan.plan_search import make_plan
+    from manyhands.foresight.plan.plan_search import MUSTS, make_plan
 
     if common.verify and common.cluster is not None:
         raise UserError("--verify tries plans on this machine; leave --cluster out")
+    if common.verify < 0:
+        raise UserError(f"--verify {common.verify} must be at least 0")
     for name in ("workers", "steps"):
         if getattr(common, name) is not None:
             check_count(name, getattr(common, name))
+    # Mistakes are said before anything is measured.
     must = tuple(word.strip() for word in common.must.split(",") if word.strip() not in ("", "none"))
-    cluster = _described(common)  # a mistake in the file is said before anything is measured
+    for name in must:
+        check_choice("must", name, MUSTS)
+    for text in _asked(common):
+        Strategy.parse(text)
+    cluster = _described(common)
     workers = common.workers or (cluster.machines.workers if cluster is not None else 2)
     with status_line() as say:
         say("reading the data")
@@ -88,6 +95,12 @@ def _plan(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _PlanOp
     if common.cluster is None:
         words = [part for name, value in options.items() for part in (f"--{name}", value)]
         print_next(train_so=("train", entry.name, *words, "--workers", of_chosen, "--strategy", chosen))
+
+
+def _asked(common: _PlanOptions) -> tuple[str, ...]:
+    if common.strategies is None:
+        return tuple(STRATEGIES)
+    return tuple(text for text in common.strategies.split(";") if text.strip())
 
 
 def _described(common: _PlanOptions) -> DescribedCluster | None:
@@ -139,14 +152,13 @@ def _question(
             return "not modelled: loopback TCP is not measured"
         return refusal(task, strategy, count, found)
 
-    texts = tuple(STRATEGIES) if common.strategies is None else tuple(common.strategies.split(";"))
     question = Question(
         profile_of=profile_of,
         cluster=cluster,
         workers=workers,
         refuses=refuses,
         must=must,
-        strategies=texts,
+        strategies=_asked(common),
     )
     return question, lambda: max(noises)
 

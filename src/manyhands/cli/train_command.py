@@ -89,7 +89,7 @@ class _TrainOptions(RunOptions):
 def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _TrainOptions) -> None:
     from manyhands.engine.fitting import fit
 
-    common = _as_planned(entry.name, common)
+    common = _as_planned(entry.name, task_options, common)
     task, place = entry.build(**task_options), find_place()
     leads = place.leads  # the run directory, the page and what is printed at the end are its
     usual = usual_workers(Strategy.parse(common.strategy))
@@ -135,15 +135,17 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Train
         )
 
 
-def _as_planned(task: str, common: _TrainOptions) -> _TrainOptions:
+def _as_planned(task: str, task_options: Mapping[str, Any], common: _TrainOptions) -> _TrainOptions:
     """What was asked for, with the strategy and the workers of --plan where that is given."""
     if common.plan is None:
         return common
     from manyhands.foresight.plan.plan_file import planned
+    from manyhands.lab.sweep.trials import flag
 
     if common.strategy != "mirrored" or common.workers is not None:
         raise UserError("--plan says the strategy and the workers; leave out --strategy and --workers")
-    strategy, workers = planned(common.plan, task)
+    given = {flag(name).removeprefix("--"): str(value) for name, value in task_options.items()}
+    strategy, workers = planned(common.plan, task, given)
     return replace(common, strategy=strategy, workers=workers)
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from manyhands.errors import UserError
+from manyhands.errors import UserError, printable
 from manyhands.foresight.plan.plan_search import RankedPlans
 from manyhands.strategy import Strategy, check_count
 
@@ -47,19 +47,26 @@ def plan_record(
     }
 
 
-def planned(path: Path, task: str) -> tuple[str, int]:
-    """The strategy and the workers that a plan chose for this task; UserError for a file that is no plan of it."""
+def planned(path: Path, task: str, options: Mapping[str, str]) -> tuple[str, int]:
+    """The strategy and the workers that a plan chose for this task; UserError for a file that is no plan of it.
+
+    A plan of the task with other `options` is of another batch or model.
+    """
     wrong = f"--plan {path} is not a plan; `manyhands plan {task} --json {path}` writes one"
     try:
         with path.open("rb") as file:
             record = json.loads(file.read(_LARGEST))
         of, text, workers = record["task"], record["strategy"], record["workers"]
+        its_options = dict(record["options"])
     except OSError as error:
         raise UserError(f"--plan {path} cannot be read: {error.strerror}") from None
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise UserError(wrong) from error
     if of != task:
         raise UserError(f"--plan {path} is a plan for {of!r:.50}, not for {task}")
+    if its_options != dict(options):
+        given = printable(" ".join(f"--{name}={value}" for name, value in its_options.items()))
+        raise UserError(f"--plan {path} is for {task} with {given or 'no options'}; give the same ones")
     if not isinstance(text, str) or isinstance(workers, bool):
         raise UserError(wrong)
     check_count("workers", workers)

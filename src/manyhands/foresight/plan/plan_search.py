@@ -56,6 +56,8 @@ class Question:
         for name in self.must:
             if name not in MUSTS:
                 raise UserError(f"must={name!r} is not a promise; {nearest(name, MUSTS)}")
+        if not self.strategies:
+            raise UserError("strategies is empty; name at least one, such as mirrored")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,7 +143,8 @@ def _row(question: Question, strategy: Strategy, workers: int) -> PlanRow:
             reason=f"does not fit: {format_bytes(memory)} of {format_bytes(cluster.memory)} for each worker",
         )
     if predicted is None:
-        return replace(row, reason="not modelled")
+        stays = strategy.facts.cannot_cross_hosts if machines.hosts > 1 else ""
+        return replace(row, reason=f"one host only: {stays}" if stays else "not modelled")
     return row
 
 
