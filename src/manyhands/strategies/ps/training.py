@@ -188,7 +188,8 @@ class PsTraining(Training):
         point, options, steps = self._point, self._request.options, job.plan.steps
         job = replace(
             job,
-            threads=threads_per_role(job.workers),
+            # Servers compute while workers do; more threads than cores stop each other at every barrier.
+            threads=threads_per_role(job.workers + self._strategy.servers),
             run_path=stage.run_path,
             resume_version=point.version if point is not None else None,
             buffers=self._buffers,
