@@ -10,6 +10,7 @@ import difflib
 import errno
 import functools
 import inspect
+import math
 import os
 import resource
 from collections.abc import Callable, Iterable, Iterator
@@ -32,6 +33,7 @@ __all__ = [
     "WorkerFailed",
     "first_line",
     "format_bytes",
+    "format_seconds",
     "limits_named",
     "named_arguments",
     "nearest",
@@ -139,6 +141,23 @@ def format_bytes(num_bytes: float) -> str:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
     raise AssertionError("unreachable")
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration in words: `4.71 ms`, `12 s`, `3 min 5 s`, `2 h 10 min`, `3 days 4 h`; a dash for one without end."""
+    if not math.isfinite(seconds):
+        return "–"
+    for unit, size in (("µs", 1e-6), ("ms", 1e-3)):
+        if 0 < seconds < 999.5 * size:
+            return f"{seconds / size:.3g} {unit}"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s" if seconds >= 10 else f"{seconds:.2g} s"
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    if not hours:
+        return f"{minutes} min {rest} s"
+    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} days {hours % 24} h"
 
 
 def first_line(error: BaseException) -> str:

@@ -37,6 +37,7 @@ __all__ = [
     "Promise",
     "Promises",
     "Split",
+    "StepCosts",
     "Stepping",
     "TaskProfile",
     "TracedModel",
@@ -205,6 +206,8 @@ class Facts:
     kernels: tuple[str, ...] = ()
     # Whether the workers of one host exchange over links, besides the memory they share
     uses_links: bool = False
+    # Under which name it is measured and remembered what its steps cost beside computing; empty: under its word
+    cost_class: str = ""
     # Over how many workers one copy of the parameters, their gradients and the optimizer's state is split
     model_parts: int = 1
     kept_copies: int = 1  # how many copies of parameters and optimizer state servers keep
@@ -355,6 +358,18 @@ class LinkRate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepCosts:
+    """What a step of a strategy costs a worker beside computing and moving bytes, as it was measured."""
+
+    step_s: float = 0.0
+    message_s: float = 0.0  # of each message that a worker sends
+    byte_s: float = 0.0
+
+    def seconds(self, messages: float, num_bytes: float) -> float:
+        return self.step_s + self.message_s * messages + self.byte_s * num_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Machines:
     """Equal hosts with equal workers, whose ranks fill one host after the other.
 
@@ -370,6 +385,8 @@ class Machines:
     between: LinkRate = LinkRate()
     """By messages between processes of two hosts."""
     added_per_s: float = math.inf  # bytes of gradients that a worker adds up in a second
+    costs: Mapping[str, StepCosts] = field(default_factory=dict)
+    """By `Facts.cost_class`: what its steps cost here; one that is missing costs nothing."""
 
     @property
     def workers(self) -> int:
@@ -385,13 +402,38 @@ class Machines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeTime:
-    """How long something computes on some samples: `fixed_s` + `per_sample_s` times their number."""
+    """How long something computes on some samples: `fixed_s` + `per_sample_s` times their number.
+
+    Where several sizes were `measured`, as pairs of samples and seconds in the order of their size, the time is on the
+    line between the two sizes around it; beyond them, on the line through the two nearest.
+    """
 
     fixed_s: float = 0.0
     per_sample_s: float = 0.0
+    measured: tuple[tuple[float, float], ...] = ()
+
+    @classmethod
+    def through(cls, measured: Mapping[float, float]) -> ComputeTime:
+        """Through measured times by samples; neither part of the whole line is below 0."""
+        points = tuple(sorted(measured.items()))
+        (few, at_few), (most, at_most) = points[0], points[-1]
+        slope = at_most / most if few == most else (at_most - at_few) / (most - few)
+        slope = min(max(0.0, slope), at_most / most)
+        return cls(fixed_s=at_most - slope * most, per_sample_s=slope, measured=points)
 
     def seconds(self, samples: float) -> float:
-        return self.fixed_s + self.per_sample_s * samples
+        if len(self.measured) < 2:
+            return self.fixed_s + self.per_sample_s * samples
+        above = next((at for at, (size, _) in enumerate(self.measured) if size >= samples), -1)
+        high = max(1, above if above >= 0 else len(self.measured) - 1)
+        (one, at_one), (other, at_other) = self.measured[high - 1 : high + 1]
+        return max(0.0, at_one + (at_other - at_one) * (samples - one) / (other - one))
+
+    def times(self, factor: float) -> ComputeTime:
+        measured = tuple((samples, factor * seconds) for samples, seconds in self.measured)
+        return ComputeTime(
+            fixed_s=factor * self.fixed_s, per_sample_s=factor * self.per_sample_s, measured=measured
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -414,6 +456,8 @@ class TaskProfile:
     rest: ComputeTime = ComputeTime()
     """Everything else that grows with the samples of a worker: loading, the loss, recording."""
     optimizer_s: float = 0.0  # a step of all parameters
+    slowest: float = 1.0
+    """How many times as long as a worker's share of a step takes that of the slowest of all workers, in the median."""
 
     def samples(self, workers: int) -> int:
         """Of the largest of so many parts of a global batch."""
@@ -430,18 +474,46 @@ class TaskProfile:
         samples = self.samples(workers)
         return self.forward_s(samples) + self.backward_s(samples) + self.rest.seconds(samples)
 
+    def waiting_s(self, workers: int) -> float:
+        """What a worker of so many that take every step together waits for the slowest of them."""
+        return (self.slowest - 1) * self.compute_s(workers) if workers > 1 else 0.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedStep:
     """Where the time of one step, or of one global batch, is expected to go; the parts make the whole."""
 
-    compute_s: float  # of the slowest worker
+    compute_s: float  # of a worker
     exchange_s: float = 0.0  # what of the exchange does not hide behind computing
-    waiting_s: float = 0.0  # what a stage waits for others
+    waiting_s: float = 0.0  # what a worker waits for slower ones, or a stage for others
     optimizer_s: float = 0.0
+    costs_s: float = 0.0  # what messages and the strategy itself cost beside that: see `StepCosts`
     batches: float = 1.0  # how many global batches are computed in this time
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Of one global batch, by what it is spent on."""
+        parts = {
+            "computing": self.compute_s,
+            "exchanging": self.exchange_s,
+            "waiting for others": self.waiting_s,
+            "in the optimizer": self.optimizer_s,
+            "on messages and bookkeeping": self.costs_s,
+        }
+        return {name: seconds / self.batches for name, seconds in parts.items()}
 
     @property
     def seconds(self) -> float:
         """Of one global batch."""
-        return (self.compute_s + self.exchange_s + self.waiting_s + self.optimizer_s) / self.batches
+        return sum(self.parts.values())
+
+    def times(self, factor: float) -> PredictedStep:
+        """The same step, each part so many times as long."""
+        return PredictedStep(
+            compute_s=factor * self.compute_s,
+            exchange_s=factor * self.exchange_s,
+            waiting_s=factor * self.waiting_s,
+            optimizer_s=factor * self.optimizer_s,
+            costs_s=factor * self.costs_s,
+            batches=self.batches,
+        )

@@ -33,10 +33,11 @@ from manyhands.facts import (
     WorkerMemory,
     WorkerTraffic,
 )
-from manyhands.strategies.registry import ALIASES, STRATEGIES
+from manyhands.strategies.registry import ALIASES, CHOOSERS, STRATEGIES, entry_of
 
 __all__ = [
     "MIB",
+    "Searched",
     "Setting",
     "Strategy",
     "buckets_setting",
@@ -181,6 +182,10 @@ def check_buckets(num_bytes: int) -> None:
         raise UserError(f"buckets={num_bytes!r} must be at least 1 byte; 25MiB is usual")
 
 
+Searched = Mapping[str, Callable[[Machines], Sequence[Any]]]
+"""Settings that may be `auto`: of each the values that are tried on some machines."""
+
+
 class Strategy(ABC):
     """One way for many workers to train one model; see `Strategy.parse` for the text form."""
 
@@ -200,6 +205,7 @@ class Strategy(ABC):
     """Settings of other strategies that make no sense in one that has them not, and why; a sentence each."""
     offers: ClassVar[tuple[str, ...] | None] = None
     """The settings that a preset of another strategy leaves open; None: all of its fields."""
+    searched: ClassVar[Searched] = {}
     most_workers: ClassVar[int | None] = None
     """How many workers it can have; None: any number."""
 
@@ -215,7 +221,7 @@ class Strategy(ABC):
     @property
     def trains_compiled(self) -> bool:
         """Whether it trains tasks whose step is compiled; else it moves gradients."""
-        return bool(STRATEGIES[self.word].kernel)
+        return bool(entry_of(self.word).kernel)
 
     @property
     def uses_network(self) -> bool:
@@ -288,9 +294,9 @@ class Strategy(ABC):
         return None
 
     @classmethod
-    def choices(cls, machines: Machines) -> Sequence[Strategy]:
-        """The settings that a plan considers on these machines; by default the default ones."""
-        del machines
+    def choices(cls, machines: Machines, *, survives: bool = False) -> Sequence[Strategy]:
+        """The settings that a plan considers on these machines; with `survives`, those that can lose processes too."""
+        del machines, survives
         return [cls()]
 
     def sends(self, model: ModelFootprint, workers: int) -> list[WorkerTraffic] | None:
@@ -298,7 +304,7 @@ class Strategy(ABC):
 
         Bytes are those that a run counts as `sent`: the contents of messages, or what others read in shared memory.
         """
-        find, traced = STRATEGIES[self.word].load_traffic(), model.traced
+        find, traced = entry_of(self.word).load_traffic(), model.traced
         if find is None or traced is None:
             return None
         return cast("list[WorkerTraffic] | None", find(self, traced, workers))
@@ -321,13 +327,16 @@ class Strategy(ABC):
         if isinstance(text, Strategy):
             return text
         if not isinstance(text, str) or not text.split():
-            raise UserError(f"strategy={text!r} is empty; {nearest('', STRATEGIES)}")
+            raise UserError(f"strategy={text!r} is empty; {nearest('', [*STRATEGIES, *CHOOSERS])}")
         word, *settings = text.split()
-        if word not in STRATEGIES:
+        if word not in STRATEGIES and word not in CHOOSERS:
             ours = ALIASES.get(word.lower().replace("-", "_"))
             hint = f"the nearest strategy is {ours!r}; " if ours is not None else ""
-            raise UserError(f"unknown strategy {word!r}; {hint}{nearest(word, STRATEGIES)}")
-        kind = STRATEGIES[word].load_value()
+            raise UserError(f"unknown strategy {word!r}; {hint}{nearest(word, [*STRATEGIES, *CHOOSERS])}")
+        kind = entry_of(word).load_value()
+        searched = kind.searched.keys() & settings_of(kind).keys()
+        if any(one.partition("=")[0] in searched and one.endswith("=auto") for one in settings):
+            return cast(Strategy, entry_of("auto").load_value().of(word, settings))
         return cast(Strategy, kind(**read_settings(word, settings_of(kind), settings, kind.refuses)))
 
     def __str__(self) -> str:

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from manyhands.facts import StepCosts
+from manyhands.foresight.plan.machine_record import MachineRecord
+
 pytestmark = pytest.mark.usefixtures("compiler_imported")
 
 CLUSTER = """
@@ -25,25 +28,37 @@ between = { latency = "30us", bandwidth = "10Gbit/s" }
 """
 
 
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose costs are known, so that a plan does not measure them."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    record = MachineRecord.of_this_machine()
+    for workers in (1, 2):
+        record.keep_costs(workers, {"mirrored": StepCosts(step_s=1e-5), "central": StepCosts(step_s=2e-5)})
+
+
 def manyhands(*words: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "manyhands", *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
+@pytest.mark.usefixtures("measured")
 def test_a_plan_is_chosen_tried_and_trained_by(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    asked = ("--strategies", "mirrored; central; hogwild", "--verify", "2", "--steps", "6")
-    done = manyhands("plan", "line", "--workers", "2", *asked, "--json", path)
+    asked = ("--strategies", "mirrored; central; hogwild", "--verify", "2", "--steps", "500")
+    done = manyhands("plan", "line", "--workers", "2", *asked, "--json", path, "--out", tmp_path / "page")
     assert done.returncode == 0, done.stderr
     record = json.loads(path.read_text())
     assert {row["strategy"] for row in record["plans"]} == {"mirrored", "central", "hogwild"}
     assert {one["strategy"] for one in record["tried"]} == {"mirrored", "central"}
-    fastest = min(record["tried"], key=lambda one: one["seen_s"])
-    assert record["strategy"] == fastest["strategy"]
+    assert record["strategy"] == min(record["tried"], key=lambda one: one["seen_s"])["strategy"]
+    assert all(row["total_s"] == pytest.approx(500 * row["step_s"]) for row in record["plans"])
     assert "ruled out: its weights are not those of one process" in done.stdout
     assert re.search(
-        r"mirrored: [\d.e+]+ ms a step were seen, [\d.e+]+ ms predicted \([+-]\d+ %\)\.", done.stdout
+        r"mirrored: [\d.]+ [mµ]s a step were seen, [\d.]+ [mµ]s predicted \([+-]\d+ %\)\.", done.stdout
     )
+    pairs = MachineRecord.of_this_machine().pairs(2)
+    assert {one.kind for one in pairs} == {"mirrored", "central"}
     out = tmp_path / "run"
     trained = manyhands("train", "line", "--plan", path, "--steps", "4", "--out", out)
     assert trained.returncode == 0, trained.stderr
@@ -60,6 +75,21 @@ def test_a_plan_is_chosen_tried_and_trained_by(tmp_path: Path) -> None:
         assert wrong.stderr.strip().count("\n") == 0
 
 
+@pytest.mark.usefixtures("measured")
+def test_a_machine_is_measured_once(tmp_path: Path) -> None:
+    """What steps cost is measured for a number of workers that is new, and then it is known."""
+    record = MachineRecord.of_this_machine()
+    (record.folder / "costs-2.json").unlink()
+    for says in ("made-up model 1 of 3", ""):
+        done = manyhands("plan", "line", "--workers", "2", "--strategies", "mirrored; central")
+        assert done.returncode == 0, done.stderr
+        assert ("made-up model" in done.stderr) == bool(says)
+    found = MachineRecord.of_this_machine().costs(2)
+    assert found is not None
+    assert {"mirrored", "central", "ps", "sharded"} <= found.keys()
+    assert all(one.step_s >= 0 and one.message_s >= 0 and one.byte_s >= 0 for one in found.values())
+
+
 def test_other_machines_are_planned_from_a_file(tmp_path: Path) -> None:
     cluster = tmp_path / "cluster.toml"
     cluster.write_text(CLUSTER)
@@ -70,27 +100,33 @@ def test_other_machines_are_planned_from_a_file(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "plan.json").read_text())
     known = [row for row in record["plans"] if row["step_s"] is not None]
     assert len(known) > 10
-    assert all(row["price_of_1000_steps"] > 0 for row in known)
+    assert all(row["price"] > 0 for row in known)
     assert all(row["reason"] for row in record["plans"] if row["strategy"] != record["strategy"])
 
 
+@pytest.mark.usefixtures("measured")
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--must", "fast"), "unknown must 'fast'; allowed: equal, sync, survives"),
-        (("--verify", "-1"), "--verify -1 must be at least 0"),
+        (("--must", "fast"), "must='fast' is not a promise; allowed: equal, sync, survives"),
+        (("--verify", "-1"), "verify=-1 must be at least 0"),
+        (("--workers", "2,x"), "--workers 'x' is not an integer"),
+        (("--devices", "7"), "--devices 7: this machine has 0 GPUs"),
+        (("--hosts", "none"), "--hosts says how many hosts there are, and not how fast"),
+        (("--budget", "20"), "budget is a price, but the cluster has none"),
+        (("--budget", "20parsec"), "'20parsec' is not a time with a unit"),
         (("--strategies", ";"), "strategies is empty; name at least one"),
         (("--memory", "10b"), "no plan keeps must=equal and fits; the nearest is "),
         (("--strategies", "mirored"), "unknown strategy 'mirored'"),
         (("--cluster", "none.toml"), "cluster file none.toml cannot be read"),
         (
             ("--cluster", "none.toml", "--verify", "2"),
-            "--verify tries plans on this machine; leave --cluster out",
+            "verify tries plans on this machine; leave the cluster out",
         ),
     ],
 )
 def test_what_cannot_be_planned_is_one_sentence(words: tuple[str, ...], said: str) -> None:
-    done = manyhands("plan", "line", "--workers", "1", *words)
+    done = manyhands("plan", "line", *([] if "--workers" in words else ["--workers", "1"]), *words)
     assert done.returncode == 2, done.stderr
     assert said in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr

@@ -171,7 +171,7 @@ def test_every_setting_that_stands_alone_is_one_with_a_value_that_it_takes() -> 
                 wrong.append(f"{found}: no strategy takes it")
     assert checked > 50, "the docs are read"
     assert not wrong, "\n".join(wrong)
-    assert not _takes("algorithm", "auto")
+    assert not _takes("algorithm", "fastest")
 
 
 def test_every_other_parameter_in_the_docs_is_one_of_a_function_or_a_record() -> None:

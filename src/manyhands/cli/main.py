@@ -107,7 +107,7 @@ GROUPS = {
         "plan": LazyCommand(
             "plan_command:plan_app",
             "Predict the time of every strategy on these machines or on others, and choose.",
-            counts=("workers", "steps"),
+            counts=("steps",),
         ),
         "simulate": LazyCommand(
             "forecast_commands:simulate_app",

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cache
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,88 +12,126 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from manyhands.cli.command_options import Seed, json_option, option, print_next, task_commands, write_json
-from manyhands.cli.runs import start_own_workers, status_line
-from manyhands.errors import UserError, format_bytes, num_of
-from manyhands.lab.sweep.trials import flag
+from manyhands.cli.command_options import (
+    Seed,
+    command_anywhere,
+    json_option,
+    option,
+    print_next,
+    task_commands,
+    write_json,
+)
+from manyhands.cli.runs import ended_by_signal, start_own_workers, status_line
+from manyhands.errors import UserError, format_bytes, format_seconds, num_of
+from manyhands.lab.sweep.trials import flag, parse_values
 from manyhands.strategies.registry import STRATEGIES
-from manyhands.strategy import Strategy, check_choice, check_count, parse_size
+from manyhands.strategy import check_count, integer, parse_size
 from manyhands.workloads.tasks.builtin import BuiltinTask
 
 if TYPE_CHECKING:
-    from manyhands.facts import TaskProfile
-    from manyhands.foresight.estimate import Estimate
-    from manyhands.foresight.plan.described_cluster import DescribedCluster
-    from manyhands.foresight.plan.plan_search import PlanRow, Question, RankedPlans
-    from manyhands.lab.plan.tried_plans import Tried
-    from manyhands.task import Task
+    from manyhands.foresight.plan.plan_search import PlanLimits, PlanRow
+    from manyhands.foresight.plan.planning import TaskPlan
 
 __all__ = ["plan_app"]
 
 
+_GPUS = "CUDA_VISIBLE_DEVICES"
+
+
 @dataclass(frozen=True, kw_only=True)
 class _PlanOptions:
-    workers: int | None = option(None, "Workers in all.", shown="2, or those of the cluster")
+    workers: str | None = option(
+        None, "Workers in all; several numbers, as in 1,2,4, to choose among.", shown="2, or the cluster's"
+    )
+    devices: str | None = option(None, "GPUs of this machine, one for each worker, as in 0,2.", shown="CPU")
     cluster: Path | None = option(
-        None,
-        "Describe other machines in this TOML file; the task is measured here.",
-        metavar="FILE",
-        shown="here",
+        None, "Describe other machines in this TOML file.", metavar="FILE", shown="this machine"
+    )
+    hosts: Path | None = option(
+        None, "Hosts, a line each: NAME slots=WORKERS; with --cluster for their links.", metavar="FILE"
     )
     must: str = option(
-        "equal", "Promises of the plan, separated by commas: equal (to one process), sync, survives; or none."
+        "equal",
+        "Promises, separated by commas: equal (to one process), sync, survives=1 (lost processes); or none.",
     )
     memory: str | None = option(None, "Memory of each worker, such as 4GiB.", shown="any, or the cluster's")
+    budget: str | None = option(
+        None, "The most that the steps may cost, in the cluster's price, or take, such as 2h or 90s."
+    )
     strategies: str | None = option(
         None, "Strategies to consider, separated by semicolons; with settings, just these.", shown="all"
     )
-    verify: int = option(0, "Try the best so many for some steps here, and choose by what was seen.")
-    steps: int = option(30, "Steps of each trial of --verify.")
+    steps: int | None = option(None, "Global batches that are wanted.", shown="the task's usual length")
+    verify: int = option(0, "Try the best so many for some seconds here, and choose by what was seen.")
+    measure: bool = option(False, "Measure this machine again.", "--measure")
     seed: Seed = 0
+    out: Path | None = option(None, "Write a page about the plans into this directory.")
     json_file: Path | None = json_option("Write the plan to this file, for `train --plan`.")
 
 
 def _plan(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _PlanOptions) -> None:
-    from manyhands.foresight.estimate import estimate
-    from manyhands.foresight.plan.plan_file import plan_record
-    from manyhands.foresight.plan.plan_search import MUSTS, make_plan
+    # Mistakes are said before anything is imported or measured.
+    workers, devices = _counts(common.workers), _gpus(common.devices)
+    if common.steps is not None:
+        check_count("steps", common.steps)
+    from manyhands.foresight.plan.planning import plan
 
-    if common.verify and common.cluster is not None:
-        raise UserError("--verify tries plans on this machine; leave --cluster out")
-    if common.verify < 0:
-        raise UserError(f"--verify {common.verify} must be at least 0")
-    for name in ("workers", "steps"):
-        if getattr(common, name) is not None:
-            check_count(name, getattr(common, name))
-    # Mistakes are said before anything is measured.
-    must = tuple(word.strip() for word in common.must.split(",") if word.strip() not in ("", "none"))
-    for name in must:
-        check_choice("must", name, MUSTS)
-    for text in _asked(common):
-        Strategy.parse(text)
-    cluster = _described(common)
-    workers = common.workers or (cluster.machines.workers if cluster is not None else 2)
-    with status_line() as say:
+    with ended_by_signal(lambda: f"plan again with: {command_anywhere(sys.argv)}"), status_line() as say:
         say("reading the data")
-        task = entry.build(**task_options)
-        found = estimate(task, say)
-        if cluster is None:
-            say(f"measuring the links between {num_of(workers, 'worker')}")
-            cluster = _here(workers, common)
-        question, noise = _question(task, found, cluster, workers, must, common)
-        say("measuring the task, and playing each plan")
-        plan = make_plan(question)
-        tried = _tried(task, plan, common) if common.verify else ()
-    _show(entry.name, plan, cluster, workers, noise(), tried)
-    chosen = tried[0].strategy if tried else str(plan.rows[0].strategy)
-    of_chosen = next(row.workers for row in plan.rows if str(row.strategy) == chosen)
+        found = plan(
+            entry.build(**task_options),
+            workers=len(devices) if devices and workers is None else workers,
+            cluster=_cluster(common),
+            must=common.must,
+            strategies=_asked(common),
+            memory=parse_size(common.memory) if common.memory else None,
+            limits=_limits(common.budget),
+            steps=common.steps,
+            verify=common.verify,
+            device="cuda" if devices else "cpu",
+            measure=common.measure,
+            say=say,
+        )
+    _show(entry.name, found)
     options = {flag(name).removeprefix("--"): str(value) for name, value in task_options.items()}
-    write_json(
-        common.json_file, plan_record(entry.name, options, plan, chosen, [asdict(one) for one in tried])
-    )
-    if common.cluster is None:
+    _write(entry.name, options, found, common)
+    if found.cluster.measured:
         words = [part for name, value in options.items() for part in (f"--{name}", value)]
-        print_next(train_so=("train", entry.name, *words, "--workers", of_chosen, "--strategy", chosen))
+        on = ["--device", "cuda"] if devices else []
+        chosen = ("--workers", found.workers, "--strategy", found.strategy)
+        print_next(train_so=("train", entry.name, *words, *on, *chosen))
+
+
+def _counts(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    counts = []
+    for value in parse_values(text, ","):
+        if not value.lstrip("-").isdecimal():
+            raise UserError(f"--workers {value!r} is not an integer; write several as 1,2,4")
+        counts.append(int(value))
+        check_count("workers", counts[-1])
+    return counts
+
+
+def _gpus(text: str | None) -> list[int]:
+    """The GPUs that are asked for; the command begins again as a process that sees no others."""
+    if text is None or text == "cpu":
+        return []
+    from manyhands.engine.device import num_gpus
+
+    numbers = [integer(one) for one in parse_values(text, ",")]
+    seen = ",".join(map(str, numbers))
+    if os.environ.get(_GPUS) != seen:
+        there = num_gpus()
+        for number in numbers:
+            if not 0 <= number < there:
+                raise UserError(
+                    f"--devices {number}: this machine has {num_of(there, 'GPU')}, numbered from 0"
+                )
+        os.environ[_GPUS] = seen
+        os.execv(sys.executable, [sys.executable, "-m", "manyhands", *sys.argv[1:]])
+    return numbers
 
 
 def _asked(common: _PlanOptions) -> tuple[str, ...]:
@@ -103,122 +140,63 @@ def _asked(common: _PlanOptions) -> tuple[str, ...]:
     return tuple(text for text in common.strategies.split(";") if text.strip())
 
 
-def _described(common: _PlanOptions) -> DescribedCluster | None:
-    from manyhands.foresight.plan.described_cluster import DescribedCluster
+def _limits(text: str | None) -> PlanLimits | None:
+    """A price, or a duration with its unit."""
+    if text is None:
+        return None
+    from manyhands.foresight.plan.described_cluster import parse_duration
+    from manyhands.foresight.plan.plan_search import PlanLimits
 
+    try:
+        return PlanLimits(price=float(text))
+    except ValueError:
+        return PlanLimits(seconds=parse_duration(text))
+
+
+def _cluster(common: _PlanOptions) -> Any:
+    from manyhands.foresight.plan.described_cluster import DescribedCluster
+    from manyhands.foresight.plan.host_list import with_hosts
+
+    if common.hosts is not None and common.cluster is None:
+        raise UserError(
+            "--hosts says how many hosts there are, and not how fast; describe their links in --cluster FILE"
+        )
     if common.cluster is None:
         return None
     found = DescribedCluster.from_file(common.cluster)
-    return replace(found, memory=parse_size(common.memory)) if common.memory else found
+    return with_hosts(found, common.hosts) if common.hosts is not None else found
 
 
-def _here(workers: int, common: _PlanOptions) -> DescribedCluster:
-    from manyhands.foresight.plan.described_cluster import DescribedCluster
-    from manyhands.lab.plan.measured_host import measured_host
-
-    memory = parse_size(common.memory) if common.memory else 0
-    return DescribedCluster(machines=measured_host(workers), memory=memory, measured=True)
+_HEAD = ("plan", "step", "±", "in all", "memory", "sends")
 
 
-def _question(
-    task: Task,
-    found: Estimate,
-    cluster: DescribedCluster,
-    workers: int,
-    must: tuple[str, ...],
-    common: _PlanOptions,
-) -> tuple[Question, Any]:
-    from manyhands.foresight.estimate import refusal
-    from manyhands.foresight.plan.plan_search import Question
-    from manyhands.foresight.plan.task_profile import measure_profile
-
-    cores, noises = len(os.sched_getaffinity(0)), [0.0]
-
-    @cache
-    def of_threads(threads: int) -> TaskProfile:
-        measured = measure_profile(task, found.footprint, threads)
-        noises.append(measured.noise)
-        return measured.profile
-
-    def profile_of(per_host: int) -> TaskProfile:
-        """Of a worker that has its share of the cores; of other machines, of this one as a whole."""
-        if not cluster.measured:
-            return of_threads(cores)
-        own = of_threads(max(1, cores // per_host))
-        return replace(cluster, speed=min(1.0, cores / per_host)).scaled(own)
-
-    def refuses(strategy: Strategy, count: int) -> str:
-        if cluster.measured and strategy.uses_network:
-            return "not modelled: loopback TCP is not measured"
-        return refusal(task, strategy, count, found)
-
-    question = Question(
-        profile_of=profile_of,
-        cluster=cluster,
-        workers=workers,
-        refuses=refuses,
-        must=must,
-        strategies=_asked(common),
-    )
-    return question, lambda: max(noises)
-
-
-def _tried(task: Task, plan: RankedPlans, common: _PlanOptions) -> Sequence[Tried]:
-    from manyhands.lab.plan.tried_plans import try_plans
-
-    rows = [row for row in plan.rows if row.predicted is not None and _may_be_chosen(row)]
-    return try_plans(task, rows[: common.verify], steps=common.steps, seed=common.seed)
-
-
-def _may_be_chosen(row: PlanRow) -> bool:
-    return not row.reason.startswith(("ruled out", "does not fit"))
-
-
-_HEAD = ("plan", "step", "computing", "exchange", "waiting", "optimizer", "memory", "sends")
-
-
-def _show(
-    task: str,
-    plan: RankedPlans,
-    cluster: DescribedCluster,
-    workers: int,
-    noise: float,
-    tried: Sequence[Tried],
-) -> None:
+def _show(task: str, plan: TaskPlan) -> None:
     out = Console(highlight=False)
     if not out.is_terminal:
         out.width = 140
-    machines = cluster.machines
+    cluster, rows = plan.cluster, plan.ranked.rows
+    machines, most = cluster.machines, max(row.workers for row in rows)
     where = "this machine" if cluster.measured else f"{num_of(machines.hosts, 'host')} of {machines.per_host}"
-    out.print(f"{task} on {num_of(workers, 'worker')} · {where}", markup=False)
-    with_price = any(row.price is not None for row in plan.rows)
+    out.print(f"{task} on {num_of(most, 'worker')} · {where} · {plan.steps:,} steps", markup=False)
+    with_price = any(row.price is not None for row in rows)
+    several = len({row.workers for row in rows if row.strategy.most_workers is None}) > 1
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for place, name in enumerate((*_HEAD, *(["1,000 steps"] if with_price else []))):
+    for place, name in enumerate((*_HEAD, *(["price"] if with_price else []))):
         table.add_column(name, justify="right" if place else "left", no_wrap=bool(place))
     table.add_column("why not")
-    for row in plan.rows:
+    for row in rows:
         price = [] if not with_price else ["–" if row.price is None else f"{row.price:.4g}"]
-        table.add_row(
-            str(row.strategy),
-            *_times(row),
-            *_sizes(row),
-            *price,
-            row.reason,
-        )
+        name = f"{row.strategy} · {row.workers}" if several else str(row.strategy)
+        table.add_row(name, *_times(row), *_sizes(row), *price, row.reason)
     out.print(table)
-    for sentence in (*plan.sensitivities, *_about(cluster, noise, tried)):
+    for sentence in (_about_best(plan), *plan.ranked.sensitivities, *_about_tried(plan), *plan.notes):
         out.print(sentence, markup=False, soft_wrap=True)
 
 
 def _times(row: PlanRow) -> list[str]:
-    step = row.predicted
-    if step is None:
-        return ["–"] * 5
-    parts = (step.compute_s, step.exchange_s, step.waiting_s, step.optimizer_s)
-    return [
-        _milliseconds(step.seconds),
-        *(_milliseconds(part / step.batches) if part else "–" for part in parts),
-    ]
+    if row.seconds is None or row.total_s is None:
+        return ["–"] * 3
+    return [format_seconds(row.seconds), f"{100 * row.error:.0f} %", format_seconds(row.total_s)]
 
 
 def _sizes(row: PlanRow) -> list[str]:
@@ -226,32 +204,27 @@ def _sizes(row: PlanRow) -> list[str]:
     return [format_bytes(row.memory) if row.memory else "–", sent]
 
 
-def _milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:.3g} ms"
+def _about_best(plan: TaskPlan) -> str:
+    """Where the time of a step of the chosen plan goes."""
+    step = plan.chosen.predicted
+    assert step is not None, "it may be chosen"
+    parts = [f"{100 * part / step.seconds:.0f} % {name}" for name, part in step.parts.items() if part > 0]
+    return f"A step of {plan.strategy}: {', '.join(parts)}."
 
 
-_NOISY = 0.25
+def _about_tried(plan: TaskPlan) -> list[str]:
+    return [
+        f"{one.row.strategy}: {format_seconds(one.seen_s)} a step were seen, {format_seconds(one.row.seconds or 0.0)} "
+        f"predicted ({100 * ((one.row.seconds or 0.0) / one.seen_s - 1):+.0f} %)."
+        for one in plan.tried
+    ]
 
 
-def _about(cluster: DescribedCluster, noise: float, tried: Sequence[Tried]) -> list[str]:
-    said = []
-    if noise > _NOISY:
-        said.append(
-            f"The measurements of the task differed by {100 * noise:.0f} %: other programs use this machine, and "
-            "predictions are as uncertain."
-        )
-    if not cluster.measured:
-        said.append(
-            "Nothing was run on these machines: times are scaled from this one by speed in the cluster file."
-        )
-    for one in tried:
-        said.append(
-            f"{one.strategy}: {_milliseconds(one.seen_s)} a step were seen, {_milliseconds(one.predicted_s)} predicted "
-            f"({100 * (one.predicted_s / one.seen_s - 1):+.0f} %)."
-        )
-    if cluster.measured and not tried:
-        said.append("Nothing was tried; --verify 3 runs the best three for some steps.")
-    return said
+def _write(task: str, options: dict[str, str], plan: TaskPlan, common: _PlanOptions) -> None:
+    from manyhands.foresight.plan.plan_file import plan_record
+
+    record = plan_record(task, options, plan)
+    write_json(common.json_file, record)
 
 
-plan_app = task_commands(_plan, "Plan the training of {help}.", callback=start_own_workers)
+plan_app = task_commands(_plan, "TaskPlan the training of {help}.", callback=start_own_workers)

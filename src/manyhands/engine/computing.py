@@ -66,6 +66,8 @@ class TrainingPlan:
     buffers: str = "broadcast"
     # Compare the workers' parameters after every so many steps, and at the end; 0: never
     check_every: int = 0
+    # Whether a run that is asked to stop early pauses, to be continued: it is saved then, and not evaluated
+    pauses: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ import torch
 
 from manyhands.errors import UserError
 
-__all__ = ["check_device", "device_of", "moved", "sharing_sentence"]
+__all__ = ["check_device", "device_of", "moved", "num_gpus", "sharing_sentence"]
 
 
 def check_device(name: str) -> str:
@@ -23,7 +23,7 @@ def check_device(name: str) -> str:
         known = re.fullmatch(r"cpu|cuda(:\d+)?", meant)
         hint = f"; did you mean {meant!r}?" if known else ""
         raise UserError(f"device={name!r}: allowed: cpu, cuda, cuda:0, cuda:1, ...{hint}")
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = num_gpus()
     if found == 0:
         raise UserError(
             f"device={name}: this machine has no GPU that torch can use; `manyhands doctor` says why"
@@ -31,6 +31,11 @@ def check_device(name: str) -> str:
     if match[1] is not None and int(match[1]) >= found:
         raise UserError(f"device={name}: there are {found} GPUs, numbered from 0")
     return name
+
+
+def num_gpus() -> int:
+    """How many this process can use."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def device_of(name: str, local_rank: int) -> torch.device:

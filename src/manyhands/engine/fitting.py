@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from manyhands.errors import UserError, limits_named, named_arguments
 from manyhands.places.local.template import expect, warm
 from manyhands.places.place import Place, find_place
-from manyhands.strategies.registry import STRATEGIES
+from manyhands.strategies.registry import entry_of
 from manyhands.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -121,5 +121,5 @@ def await_workers(strategy: Strategy, modules: Sequence[str] = (), *, compiled: 
     `fit` calls it first; a caller that reads data before `fit` calls it before reading.
     """
     if strategy.forks_workers(compiled=compiled) and find_place().forks:
-        expect((*STRATEGIES[strategy.word].modules, *modules))
+        expect((*entry_of(strategy.word).modules, *modules))
         warm()

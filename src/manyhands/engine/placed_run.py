@@ -8,16 +8,17 @@ rank r       join_group ── Training.take_part ──────────
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
 import queue
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from torch import nn
 
@@ -26,11 +27,11 @@ from manyhands.data.store.state_tree import pack_tree, unpack_tree
 from manyhands.engine.request import Request
 from manyhands.engine.run import History, Run
 from manyhands.engine.session import run_session
-from manyhands.engine.training import Training, training_class
+from manyhands.engine.training import Result, SegmentDrive, Segments, Stage, Training, training_class
 from manyhands.errors import Aborted, PeerTimeout, UserError, WorkerFailed
 from manyhands.places.external.control_messages import Term
 from manyhands.places.external.control_server import terms_of
-from manyhands.places.external.process_group import GroupMember, join_group, lead_group
+from manyhands.places.external.process_group import GroupMember, ProcessGroup, join_group, lead_group
 from manyhands.places.external.process_place import ProcessPlace
 from manyhands.places.place import Command
 from manyhands.strategy import Strategy
@@ -42,6 +43,7 @@ _log = logging.getLogger("manyhands")
 _fits = itertools.count()
 
 _RUN: Final = "run"
+_ORDER: Final = "order"
 _COME_AGAIN_S: Final = 30.0
 
 
@@ -115,6 +117,39 @@ class RequestedRun:
     def here(self) -> Run:
         return run_session(self.request, self.out, self.resume)
 
+    def _lead_segments(self, lead: Callable[[int], ProcessGroup]) -> Run:
+        """Each segment in a group of its own, whose members first hear which one it is; at last the result."""
+        numbers = itertools.count()
+
+        def give_order(group: ProcessGroup, order: Mapping[str, Any]) -> ProcessGroup:
+            group.gather(lambda sentence: _log.warning("%s", sentence))
+            group.give(_ORDER, lambda: [json.dumps(order).encode()])
+            return group
+
+        drive = SegmentDrive(
+            run=lambda training, stage, order: run_one(training, stage, order), is_here=False
+        )
+
+        def run_one(training: Training, stage: Stage, order: Mapping[str, Any]) -> Result:
+            with lead(next(numbers)) as group:
+                give_order(group, order)
+                drive.hosts = group.num_hosts
+                result = training.lead(stage, group)
+                group.shutdown()
+                return result
+
+        run = run_session(
+            self.request,
+            self.out,
+            self.resume,
+            lambda training, stage: cast(Segments, training).run_segments(stage, drive),
+            starts=False,
+        )
+        with lead(next(numbers)) as group:
+            give_order(group, {}).give(_RUN, partial(pack_tree, _tree(run)))
+            group.shutdown()
+        return run
+
     def take_part(self, process: ProcessPlace, name: str | None = None) -> Run:
         """Be one process of the run `name` (by default, of how often `fit` was called); all return the same."""
         request = self.request
@@ -135,6 +170,18 @@ class RequestedRun:
         name = name or f"fit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_fits)}"
         terms, timeout_s = _terms(request, model), request.options.timeout_s
         asked: dict[str, Any] = {"security": request.options.security(), "comes_again": kind.comes_again}
+        if kind.in_segments:
+
+            def lead(number: int) -> ProcessGroup:
+                return lead_group(process, terms, f"{name}/{number}", timeout_s=timeout_s, **asked)
+
+            def join(number: int) -> GroupMember:
+                return join_group(process, terms, f"{name}/{number}", timeout_s=timeout_s, **asked)
+
+            if process.leads:
+                return self._lead_segments(lead)
+            with preserved(), spoken_by(leads=False):
+                return _follow_segments(join, cast(Segments, kind(request, model)), model)
         if process.leads:
             with lead_group(process, terms, name, timeout_s=timeout_s, **asked) as group:
                 group.gather(lambda sentence: _log.warning("%s", sentence))
@@ -162,10 +209,25 @@ class RequestedRun:
                 patience_s = min(timeout_s, _COME_AGAIN_S)
 
 
+def _follow_segments(join: Callable[[int], GroupMember], training: Segments, model: nn.Module) -> Run:
+    """Take part in each segment of a run in a group of its own; the last group has no segment, but the result."""
+    for number in itertools.count():
+        with join(number) as member:
+            order = json.loads(bytes(member.connection.take(_ORDER, member.timeout_s)))
+            if not order:
+                return _follow_to_result(member, model)
+            training.ordered(order).take_part(member)
+    raise AssertionError("unreachable")
+
+
 def _follow(member: GroupMember, training: Training, model: nn.Module) -> Run:
     training.take_part(member)
     if member.place.leaves:
         return Run(model=model, history=History([]), summary={})
+    return _follow_to_result(member, model)
+
+
+def _follow_to_result(member: GroupMember, model: nn.Module) -> Run:
     line = member.connection
     try:
         return _run_of(model, line.take(_RUN, member.timeout_s))

@@ -182,14 +182,16 @@ class Reporter:
         """
         plan, before = self._plan, self._reached
         ends, due = False, is_due(before, step, plan.evaluate_every)
-        if last or due:
+        pauses = plan.pauses and step < plan.steps
+        if due or (last and not pauses):
             ends = self.evaluate(step, called, decides=due)
             if due and self._best is not None and self._best.add(step, self._evaluated):
                 state = self._peers.model_state(model)
                 self._best.take(model.state_dict() if state is None and self._keeps_rows else state)
         self._reached = step  # only now: an interrupted evaluation is repeated
         last = last or ends
-        if self._checkpoints and (last or is_due(before, step, plan.checkpoint_every)):
+        at_end = last and (pauses or plan.checkpoint_every > 0)
+        if self._checkpoints and (at_end or is_due(before, step, plan.checkpoint_every)):
             self._save(step, model, self._checkpoints)
         self.send(now=last)
         return ends

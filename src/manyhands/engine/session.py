@@ -28,7 +28,7 @@ from manyhands.errors import Aborted, CorruptCheckpoint, ManyhandsError, NonFini
 from manyhands.observe.record.checked_values import final_loss, final_metrics
 from manyhands.places.local.host import check_capacity, threads_per_role
 from manyhands.places.local.signals import signal_of
-from manyhands.strategies.registry import STRATEGIES
+from manyhands.strategies.registry import entry_of
 from manyhands.strategy import Strategy
 
 __all__ = ["check_capacity_for", "run_session"]
@@ -116,7 +116,7 @@ def _open_directory(
         if any(directory.config.get(name) != config[name] for name in ("strategy", "workers")):
             # What is kept becomes a checkpoint that any strategy can load.
             before = Strategy.parse(str(directory.config.get("strategy")))
-            trained_by = STRATEGIES[before.word].load_training(compiled=request.plan.task.compiled)
+            trained_by = entry_of(before.word).load_training(compiled=request.plan.task.compiled)
             if trained_by is not None:
                 trained_by.hand_over(directory, request.plan, before)
         done = training.resume(directory, config)

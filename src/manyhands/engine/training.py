@@ -31,14 +31,24 @@ from manyhands.engine.request import Request
 from manyhands.engine.run import RowsInOrder
 from manyhands.errors import UserError
 from manyhands.observe.record.event_ring import EventRing
-from manyhands.strategies.registry import STRATEGIES
+from manyhands.strategies.registry import entry_of
 from manyhands.strategy import Strategy
 
 if TYPE_CHECKING:
     from manyhands.observe.analyse.collect import Collector
     from manyhands.places.external.process_group import GroupMember, ProcessGroup
 
-__all__ = ["Keeping", "Kept", "Result", "Stage", "Training", "last_kept", "training_class"]
+__all__ = [
+    "Keeping",
+    "Kept",
+    "Result",
+    "SegmentDrive",
+    "Segments",
+    "Stage",
+    "Training",
+    "last_kept",
+    "training_class",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,11 +131,17 @@ class Training(ABC):
     can_take_part: ClassVar[bool] = False
     # Whether a process that has lost its leader, and finds it again, can `take_part` again in the same run
     comes_again: ClassVar[bool] = False
+    # Whether it trains by several trainings, one after the other: see `Segments`
+    in_segments: ClassVar[bool] = False
 
     def __init__(self, request: Request, model: nn.Module) -> None:
         self._request = request
         self._model = model
         self._start: Loaded | None = None
+
+    @property
+    def request(self) -> Request:
+        return self._request
 
     @classmethod
     def chosen_for(cls, strategy: Strategy) -> type[Training]:
@@ -208,9 +224,36 @@ class Training(ABC):
         raise UserError(f"strategy={self._request.strategy} has no work for {process_group.place.name}")
 
 
+@dataclass(kw_only=True)
+class SegmentDrive:
+    """Runs one training of several where its processes are; `order` is what other processes make theirs of."""
+
+    run: Callable[[Training, Stage, Mapping[str, Any]], Result]
+    is_here: bool = True  # whether the processes are started here
+    hosts: int = 1  # over how many the processes are, known once the first training was run
+
+
+class Segments(Training):
+    """A training made of trainings; each continues from the state in which the one before it ended."""
+
+    can_take_part = True
+    in_segments = True
+
+    def run(self, stage: Stage) -> Result:
+        return self.run_segments(stage, SegmentDrive(run=lambda training, stage, _order: training.run(stage)))
+
+    @abstractmethod
+    def run_segments(self, stage: Stage, drive: SegmentDrive) -> Result:
+        """Train to the end, each part by `drive`."""
+
+    @abstractmethod
+    def ordered(self, order: Mapping[str, Any]) -> Training:
+        """The training of a part; in other processes, of the part that the leader is about to run."""
+
+
 def training_class(strategy: Strategy, *, compiled: bool = False) -> type[Training]:
     """The class that trains by `strategy`; for a compiled task, UserError where there is none."""
-    found = STRATEGIES[strategy.word].load_training(compiled=compiled)
+    found = entry_of(strategy.word).load_training(compiled=compiled)
     if found is None:
         raise UserError(f"strategy {strategy} exchanges gradients, but this task's step is compiled")
     return cast(type[Training], found).chosen_for(strategy)

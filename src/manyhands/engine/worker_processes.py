@@ -226,6 +226,11 @@ class ProcessTraining(Training):
             part = partial(_take_part, type(self), job, worker_links.resources, worker_context)
             return part(checkpoints, start, joined_ns, self._model.load_state_dict)
 
+    @property
+    def _threads(self) -> int:
+        """Of torch, in each process."""
+        return threads_per_role(self._request.workers)
+
     def _job(self, run_path: Path | None) -> WorkerJob:
         request = self._request
         return WorkerJob(
@@ -233,7 +238,7 @@ class ProcessTraining(Training):
             strategy=request.strategy,
             workers=request.workers,
             timeout_s=request.options.timeout_s,
-            threads=threads_per_role(request.workers),
+            threads=self._threads,
             run_path=run_path,
             keep_checkpoints=request.options.keep_checkpoints,
             resume_step=self._start.step if self._start is not None else None,

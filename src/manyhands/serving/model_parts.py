@@ -29,7 +29,7 @@ from manyhands.places.local.control import RoleContext
 from manyhands.places.local.packed_job import load, pack
 from manyhands.places.local.status import State
 from manyhands.strategies.common.served_parts import ServedParts
-from manyhands.strategies.registry import STRATEGIES
+from manyhands.strategies.registry import STRATEGIES, entry_of
 from manyhands.strategy import Strategy
 from manyhands.transport.link.mesh import SharedMesh
 from manyhands.workloads.predictor import ModulePredictor, Predictor, in_precision
@@ -198,7 +198,7 @@ def _opened(context: RoleContext, rank: int, count: int) -> tuple[type[ServedPar
 
 def cut_predictor(predictor: Predictor[Any], strategy: Strategy) -> None:
     """Cut the model of `predictor` as `strategy` does, for several processes; UserError where it cannot be."""
-    served_by = STRATEGIES[strategy.word].load_serving()
+    served_by = entry_of(strategy.word).load_serving()
     if served_by is None:
         by = " or ".join(word for word, one in STRATEGIES.items() if one.serving)
         raise UserError(

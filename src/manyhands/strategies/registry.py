@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Final
 
-__all__ = ["ALIASES", "STRATEGIES", "StrategyEntry"]
+__all__ = ["ALIASES", "CHOOSERS", "STRATEGIES", "StrategyEntry", "entry_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,11 @@ class StrategyEntry:
     def load_loop(self) -> Any:
         """What joins a loop of the user's own; None where that is the training's exchange."""
         return _load(self.loop) if self.loop else None
+
+
+def entry_of(word: str) -> StrategyEntry:
+    """Of a strategy, or of what chooses one."""
+    return STRATEGIES[word] if word in STRATEGIES else CHOOSERS[word]
 
 
 def _load(target: str) -> Any:
@@ -134,6 +139,11 @@ STRATEGIES: Final[dict[str, StrategyEntry]] = {
         traffic="strategies.tensor.predicted:sent_in_step",
     ),
 }
+
+CHOOSERS: Final[dict[str, StrategyEntry]] = {
+    "auto": StrategyEntry("strategies.auto.strategy:Auto", "foresight.plan.auto_training:AutoTraining"),
+}
+"""What stands in the place of a strategy and chooses one while it trains."""
 
 ALIASES: Final[dict[str, str]] = {
     "ddp": "mirrored",

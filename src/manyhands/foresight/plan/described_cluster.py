@@ -137,7 +137,14 @@ class _Reader:
         rates.setdefault("memory", rates["inside"])
         adds = self._said(table, "adds", parse_rate) if "adds" in table else math.inf
         return DescribedCluster(
-            machines=Machines(hosts=hosts, per_host=per_host, added_per_s=adds, **rates),
+            machines=Machines(
+                hosts=hosts,
+                per_host=per_host,
+                memory=rates["memory"],
+                inside=rates["inside"],
+                between=rates.get("between", LinkRate()),
+                added_per_s=adds,
+            ),
             speed=self._number(table, "speed", 1.0, above=True),
             memory=self._said(table, "memory", parse_size) if "memory" in table else 0,
             price=self._number(table, "price", 0.0, above=False),

@@ -3,47 +3,65 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from manyhands.errors import UserError, printable
-from manyhands.foresight.plan.plan_search import RankedPlans
 from manyhands.strategy import Strategy, check_count
+
+if TYPE_CHECKING:
+    from manyhands.foresight.plan.plan_search import PlanRow
+    from manyhands.foresight.plan.planning import TaskPlan
 
 __all__ = ["plan_record", "planned"]
 
 _LARGEST = 1 << 24  # bytes that a plan may have
 
 
-def plan_record(
-    task: str,
-    options: Mapping[str, str],
-    plan: RankedPlans,
-    chosen: str,
-    tried: Sequence[Mapping[str, Any]] = (),
-) -> dict[str, Any]:
+def plan_record(task: str, options: Mapping[str, str], plan: TaskPlan) -> dict[str, Any]:
+    """All that was predicted, seen and chosen; times in seconds, sizes in bytes."""
+    machines = plan.cluster.machines
     return {
         "task": task,
         "options": dict(options),
-        "strategy": chosen,
-        "workers": next(row.workers for row in plan.rows if str(row.strategy) == chosen),
-        "plans": [
+        "strategy": str(plan.strategy),
+        "workers": plan.workers,
+        "steps": plan.steps,
+        "device": plan.device,
+        "machines": {
+            "measured": plan.cluster.measured,
+            "hosts": machines.hosts,
+            "workers_per_host": machines.per_host,
+        },
+        "plans": [_row_record(row) for row in plan.ranked.rows],
+        "sensitivities": list(plan.ranked.sensitivities),
+        "tried": [
             {
-                "strategy": str(row.strategy),
-                "workers": row.workers,
-                "step_s": row.seconds,
-                "parts": None if row.predicted is None else asdict(row.predicted),
-                "memory": row.memory,
-                "sent_per_step": row.sent,
-                "price_of_1000_steps": row.price,
-                "reason": row.reason,
+                "strategy": str(one.row.strategy),
+                "workers": one.row.workers,
+                "predicted_s": one.row.seconds,
+                "seen_s": one.seen_s,
             }
-            for row in plan.rows
+            for one in plan.tried
         ],
-        "sensitivities": list(plan.sensitivities),
-        "tried": list(tried),
+        "notes": list(plan.notes),
+    }
+
+
+def _row_record(row: PlanRow) -> dict[str, Any]:
+    return {
+        "strategy": str(row.strategy),
+        "workers": row.workers,
+        "step_s": row.seconds,
+        "error": row.error if row.seconds is not None else None,
+        "parts": None if row.predicted is None else row.predicted.parts,
+        "total_s": row.total_s,
+        "memory": row.memory,
+        "sent_per_step": row.sent,
+        "price": row.price,
+        "may_be_chosen": row.is_open,
+        "reason": row.reason,
     }
 
 

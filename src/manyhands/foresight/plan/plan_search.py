@@ -1,63 +1,59 @@
 """Which of all plans is the fastest that fits and keeps its promises, and why the others lose; pure.
 
-Every strategy says which of its settings are worth considering (`Strategy.choices`), what it needs, what it promises
-and where the time of a step goes. Nothing is dropped silently: each plan that is not the best has its reason.
+Every strategy says which of its settings are worth considering (`Strategy.choices`), what it needs, what it sends, what
+it promises and where the time of a step goes. Nothing is dropped silently: each plan that is not the best has its
+reason.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 
-from manyhands.errors import UserError, format_bytes, nearest
-from manyhands.facts import Answer, LinkRate, Machines, PredictedStep, TaskProfile, Waits
+from manyhands.errors import UserError, format_bytes, format_seconds
+from manyhands.facts import LinkRate, Machines, PredictedStep, TaskProfile
 from manyhands.foresight.plan.described_cluster import DescribedCluster
+from manyhands.foresight.plan.track_record import TrackRecord, cost_class
+from manyhands.strategies.auto.promised import Must
 from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy
 
-__all__ = ["MUSTS", "PlanRow", "Question", "RankedPlans", "make_plan"]
+__all__ = ["PlanLimits", "PlanRow", "Question", "RankedPlans", "make_plan"]
 
 
-def _is_equal(strategy: Strategy) -> bool:
-    return strategy.facts.promises.same_numbers.answer is Answer.YES
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanLimits:
+    """The most that the wanted steps may take or cost."""
 
-
-def _is_sync(strategy: Strategy) -> bool:
-    return strategy.facts.stepwise and strategy.facts.waits_for is not Waits.NOBODY
-
-
-def _survives(strategy: Strategy) -> bool:
-    promises = strategy.facts.promises
-    return promises.worker_dies.answer is Answer.YES and promises.server_dies.answer is not Answer.NO
-
-
-MUSTS: dict[str, tuple[Callable[[Strategy], bool], str]] = {
-    "equal": (_is_equal, "its weights are not those of one process"),
-    "sync": (_is_sync, "its workers do not take every step together"),
-    "survives": (_survives, "it ends when a process is lost"),
-}
-"""What a plan may have to promise, and what is said of one that does not."""
+    seconds: float | None = None
+    price: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
     """What is planned: a task on some workers, the machines, and what the plan must keep to."""
 
-    profile_of: Callable[[int], TaskProfile]  # of a worker here, of so many on a host
+    profile_of: Callable[[int, int], TaskProfile]
+    """Of a worker here, of so many on a host, where so many processes share its cores."""
     cluster: DescribedCluster
-    workers: int
+    machines_of: Callable[[int], Machines] | None = None  # with so many workers; None: those of the cluster
+    workers: tuple[int, ...]  # how many there may be
+    steps: int = 1000  # that are wanted
     refuses: Callable[[Strategy, int], str] = lambda _strategy, _workers: ""
     """The sentence that says why so many workers cannot train the task so; empty where they can."""
-    must: tuple[str, ...] = ("equal",)
-    strategies: tuple[str, ...] = tuple(STRATEGIES)
+    must: tuple[Must, ...] = (Must("equal"),)
+    strategies: tuple[str | Strategy, ...] = tuple(STRATEGIES)
+    """Words, with whose choices a plan is made, and texts and values, which are considered as they are."""
+    limits: PlanLimits = field(default_factory=PlanLimits)
+    record: TrackRecord = field(default_factory=TrackRecord)
+    """How wrong earlier predictions were here."""
 
     def __post_init__(self) -> None:
-        for name in self.must:
-            if name not in MUSTS:
-                raise UserError(f"must={name!r} is not a promise; {nearest(name, MUSTS)}")
         if not self.strategies:
             raise UserError("strategies is empty; name at least one, such as mirrored")
+
+    def machines(self, workers: int) -> Machines:
+        return (self.machines_of or self.cluster.of_workers)(workers)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,14 +63,24 @@ class PlanRow:
     strategy: Strategy
     workers: int
     predicted: PredictedStep | None = None
+    uncorrected_s: float = 0.0  # what was predicted before earlier errors were taken into account
+    error: float = 0.0
+    """The share of the predicted time by which nine of ten predictions of this kind are off at the most."""
     memory: int = 0  # bytes of the fullest process
     sent: float | None = None  # bytes in a step of the process that sends most, on one host; None: not known
-    price: float | None = None  # of a thousand steps
+    messages: float = 0.0  # that this process sends in a step
+    total_s: float | None = None  # of the wanted steps
+    price: float | None = None  # of the wanted steps
     reason: str = ""
+    is_open: bool = True  # whether it may be chosen
 
     @property
     def seconds(self) -> float | None:
         return None if self.predicted is None else self.predicted.seconds
+
+    @property
+    def name(self) -> str:
+        return f"{self.strategy}, {self.workers} workers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +91,16 @@ class RankedPlans:
     sensitivities: tuple[str, ...] = ()
 
     @property
-    def best(self) -> PlanRow | None:
-        return self.rows[0] if self.rows and not self.rows[0].reason else None
+    def best(self) -> PlanRow:
+        return self.rows[0]
+
+    @property
+    def finalists(self) -> tuple[PlanRow, ...]:
+        """Those that may be chosen, the fastest first."""
+        return tuple(row for row in self.rows if row.is_open)
+
+    def of(self, strategy: str, workers: int) -> PlanRow:
+        return next(row for row in self.rows if (str(row.strategy), row.workers) == (strategy, workers))
 
 
 def make_plan(question: Question) -> RankedPlans:
@@ -94,122 +108,185 @@ def make_plan(question: Question) -> RankedPlans:
 
     UserError where nothing is left: it names the plan that comes nearest, and what it lacks.
     """
-    rows = [_row(question, strategy, workers) for strategy, workers in _candidates(question)]
-    left = sorted((row for row in rows if not row.reason), key=lambda row: row.seconds or 0.0)
-    ruled_out = [row for row in rows if row.reason]
+    candidates = [_asked(question, strategy, workers) for strategy, workers in _candidates(question)]
+    rows = [_row(question, one, question.cluster) for one in candidates]
+    left = sorted((row for row in rows if row.is_open), key=_seconds)
+    ruled_out = [row for row in rows if not row.is_open]
     if not left:
         raise UserError(_nothing_left(question, ruled_out))
     best = left[0]
-    slower = [replace(row, reason=_slower(best, row)) for row in left[1:]]
-    return RankedPlans(rows=(best, *slower, *ruled_out), sensitivities=tuple(_sensitivities(question, best)))
+    slower = [replace(row, reason=_slower(best, row, len(question.workers) > 1)) for row in left[1:]]
+    said = _sensitivities(question, [one for one in candidates if not one.reason], best)
+    return RankedPlans(rows=(best, *slower, *ruled_out), sensitivities=tuple(said))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Candidate:
+    """A plan before it is predicted: what does not depend on how fast machines are."""
+
+    strategy: Strategy
+    workers: int
+    machines: Machines
+    profile: TaskProfile
+    memory: int = 0
+    sent: float | None = None
+    messages: float = 0.0
+    reason: str = ""  # why it is out, whatever the machines
 
 
 def _candidates(question: Question) -> Iterable[tuple[Strategy, int]]:
-    machines = question.cluster.of_workers(question.workers)
-    seen: set[str] = set()
-    for text in question.strategies:
-        if " " in text.strip():
-            choices: Sequence[Strategy] = [Strategy.parse(text)]
-        else:
-            choices = STRATEGIES[Strategy.parse(text).word].load_value().choices(machines)
-        for strategy in choices:
-            if str(strategy) not in seen:
-                seen.add(str(strategy))
+    seen: set[tuple[str, int]] = set()
+    survives = any(must.name == "survives" for must in question.must)
+    for workers in question.workers:
+        machines = question.machines(workers)
+        for text in question.strategies:
+            choices: Sequence[Strategy]
+            if isinstance(text, Strategy) or " " in text.strip():
+                choices = [Strategy.parse(text)]
+            else:
+                kind = STRATEGIES[Strategy.parse(text).word].load_value()
+                choices = kind.choices(machines, survives=survives)
+            for strategy in choices:
                 most = strategy.most_workers
-                yield strategy, question.workers if most is None else min(most, question.workers)
+                count = workers if most is None else min(most, workers)
+                if (str(strategy), count) not in seen:
+                    seen.add((str(strategy), count))
+                    yield strategy, count
 
 
-def _row(question: Question, strategy: Strategy, workers: int) -> PlanRow:
-    cluster = question.cluster
-    row = PlanRow(strategy=strategy, workers=workers)
+def _asked(question: Question, strategy: Strategy, workers: int) -> _Candidate:
+    machines = question.machines(workers)
+    processes = -(-sum(strategy.processes(workers).values()) // machines.hosts)
+    profile = question.profile_of(machines.per_host, processes)
+    found = _Candidate(strategy=strategy, workers=workers, machines=machines, profile=profile)
     if reason := question.refuses(strategy, workers):
-        return replace(row, reason=reason)
-    machines = cluster.of_workers(workers)
-    profile = cluster.scaled(question.profile_of(machines.per_host))
-    predicted = strategy.predict(profile, machines)
+        return replace(found, reason=reason)
     memory = max((one.total for one in strategy.needs(profile.model, workers)), default=0)
-    price = None
-    if cluster.price and predicted is not None:
-        price = cluster.price * machines.hosts * predicted.seconds / 3.6
     traffic = strategy.sends(profile.model, workers) if machines.hosts == 1 else None
-    sent = max((one.num_bytes for one in traffic), default=0.0) if traffic is not None else None
-    row = replace(row, predicted=predicted, memory=memory, price=price, sent=sent)
-    lacking = [why for name in question.must for keeps, why in [MUSTS[name]] if not keeps(strategy)]
+    if traffic is not None:
+        sent = max((one.num_bytes for one in traffic), default=0.0)
+        messages = max((one.messages for one in traffic), default=0.0)
+        found = replace(found, sent=sent, messages=messages)
+    found = replace(found, memory=memory)
+    lacking = [why for must in question.must if (why := must.lacking(strategy, workers))]
     if lacking:
-        return replace(row, reason=f"ruled out: {lacking[0]}")
-    if cluster.memory and memory > cluster.memory:
+        return replace(found, reason=f"ruled out: {lacking[0]}")
+    most = question.cluster.memory
+    if most and memory > most:
         return replace(
-            row,
-            reason=f"does not fit: {format_bytes(memory)} of {format_bytes(cluster.memory)} for each worker",
+            found, reason=f"does not fit: {format_bytes(memory)} of {format_bytes(most)} for each worker"
         )
-    if predicted is None:
-        stays = strategy.facts.cannot_cross_hosts if machines.hosts > 1 else ""
-        return replace(row, reason=f"one host only: {stays}" if stays else "not modelled")
-    return row
+    return found
 
 
-def _slower(best: PlanRow, row: PlanRow) -> str:
-    """By how much, and where most of the difference is."""
+def _row(question: Question, one: _Candidate, cluster: DescribedCluster) -> PlanRow:
+    """What is predicted of a candidate on these machines, which may be faster than those of the question."""
+    row = PlanRow(
+        strategy=one.strategy,
+        workers=one.workers,
+        memory=one.memory,
+        sent=one.sent,
+        messages=one.messages,
+        reason=one.reason,
+        is_open=not one.reason,
+    )
+    machines = one.machines if cluster.measured else cluster.of_workers(one.workers)
+    step = one.strategy.predict(cluster.scaled(one.profile), machines)
+    if step is None:
+        return replace(row, is_open=False, reason=row.reason or _not_modelled(one.strategy, machines))
+    costs = machines.costs.get(cost_class(one.strategy))
+    if costs is not None:
+        beside_s = costs.seconds(one.messages, one.sent or 0.0)
+        step = replace(step, costs_s=step.costs_s + beside_s * step.batches)
+    row = replace(row, uncorrected_s=step.seconds)
+    of_kind = question.record.of(cost_class(one.strategy))
+    step = step.times(of_kind.factor)
+    total_s = step.seconds * question.steps
+    price = cluster.price * machines.hosts * total_s / 3600 if cluster.price else None
+    row = replace(row, predicted=step, error=of_kind.error, total_s=total_s, price=price)
+    over = _over_budget(question.limits, row)
+    return replace(row, reason=over, is_open=False) if over and row.is_open else row
+
+
+def _not_modelled(strategy: Strategy, machines: Machines) -> str:
+    stays = strategy.facts.cannot_cross_hosts if machines.hosts > 1 else ""
+    return f"one host only: {stays}" if stays else "not modelled"
+
+
+def _over_budget(limits: PlanLimits, row: PlanRow) -> str:
+    if limits.seconds is not None and (row.total_s or 0.0) > limits.seconds:
+        return f"over the budget: {format_seconds(row.total_s or 0.0)} of {format_seconds(limits.seconds)}"
+    if limits.price is not None and (row.price or 0.0) > limits.price:
+        return f"over the budget: {row.price:.4g} of {limits.price:.4g}"
+    return ""
+
+
+def _seconds(row: PlanRow) -> float:
+    return row.seconds if row.seconds is not None else float("inf")
+
+
+def _slower(best: PlanRow, row: PlanRow, several: bool) -> str:
+    """By how much, and where most of the difference is; or that nobody can tell before both are tried."""
     assert best.predicted is not None
     assert row.predicted is not None
-    theirs, ours = _parts(row.predicted), _parts(best.predicted)
-    most = max(theirs, key=lambda name: theirs[name] - ours[name])
-    return f"{row.predicted.seconds / best.predicted.seconds:.2f} times the time, most of it {most}"
-
-
-def _parts(step: PredictedStep) -> dict[str, float]:
-    parts = {
-        "computing": step.compute_s,
-        "exchanging": step.exchange_s,
-        "waiting for others": step.waiting_s,
-        "in the optimizer": step.optimizer_s,
-    }
-    return {name: seconds / step.batches for name, seconds in parts.items()}
+    theirs, ours = row.predicted, best.predicted
+    times = theirs.seconds / ours.seconds
+    parts = {name: theirs.parts[name] - ours.parts[name] for name in theirs.parts}
+    most = max(parts, key=lambda name: parts[name])
+    if times * (1 - row.error) < 1 + best.error:
+        return f"{times:.2f} times the time, within the error of the first"
+    on = f" on {row.workers} workers" if several and row.workers != best.workers else ""
+    return f"{times:.2f} times the time{on}, most of it {most}"
 
 
 def _nothing_left(question: Question, rows: Sequence[PlanRow]) -> str:
-    """Of plans that were ruled out, the nearest: the one that needs the least memory, else the fastest."""
-    fitting = [row for row in rows if row.reason.startswith("does not fit")]
-    ruled = [row for row in rows if row.reason.startswith("ruled out")]
-    if fitting:
-        nearest_row = min(fitting, key=lambda row: row.memory)
-    elif ruled:
-        nearest_row = min(ruled, key=lambda row: row.seconds or float("inf"))
-    else:
-        return "plan: no strategy can train this task so; the reasons: " + "; ".join(
-            f"{row.strategy}: {row.reason}" for row in rows[:3]
-        )
-    must = ",".join(question.must)
-    return f"plan: no plan keeps must={must} and fits; the nearest is {nearest_row.strategy}: {nearest_row.reason}"
+    """The nearest of the plans that were ruled out: the cheapest, the one that needs least memory, or the fastest."""
+    nearest = {
+        "over the budget": lambda row: row.price or row.total_s or 0.0,
+        "does not fit": lambda row: float(row.memory),
+        "ruled out": _seconds,
+    }
+    for reason, key in nearest.items():
+        left = [row for row in rows if row.reason.startswith(reason)]
+        if left:
+            row = min(left, key=key)
+            must = ",".join(map(str, question.must)) or "none"
+            return f"plan: no plan keeps must={must} and fits; the nearest is {row.strategy}: {row.reason}"
+    reasons = "; ".join(f"{row.strategy}: {row.reason}" for row in rows[:3])
+    return f"plan: no strategy can train this task so; the reasons: {reasons}"
 
 
 # What would have to change for another plan to win: found by planning again with faster and slower links and workers.
 
 _FACTORS = tuple(2.0**power for power in range(-6, 7) if power)
-_HALVINGS = 12
+_HALVINGS = 8
 
 
-def _sensitivities(question: Question, best: PlanRow) -> Iterable[str]:
-    kinds: dict[str, Callable[[DescribedCluster, float], DescribedCluster]] = {
-        "links": _with_links,
-        "workers": lambda cluster, factor: replace(cluster, speed=cluster.speed * factor),
+def _sensitivities(question: Question, open_ones: Sequence[_Candidate], best: PlanRow) -> Iterable[str]:
+    cluster = question.cluster
+    of_best = question.machines(best.workers)
+    kinds: dict[str, Callable[[float], DescribedCluster]] = {
+        "workers": lambda factor: replace(cluster, speed=cluster.speed * factor)
     }
+    if not cluster.measured:
+        kinds["links"] = lambda factor: _with_links(cluster, factor)
     for name, change in kinds.items():
-        winner = partial(_winner, question, change)
+
+        def winner(factor: float, change: Callable[[float], DescribedCluster] = change) -> str:
+            rows = [_row(question, one, change(factor)) for one in open_ones]
+            return str(min((row for row in rows if row.is_open), key=_seconds, default=best).strategy)
+
         for faster in (True, False):
             flip = _flip(winner, str(best.strategy), faster=faster)
-            if flip is not None:
-                factor, other = flip
+            if flip is None:
+                continue
+            factor, other = flip
+            if name == "links" and of_best.hosts > 1:
+                rate = 8 * factor * of_best.between.bytes_per_s / 1e9
+                yield f"{'From' if faster else 'Below'} {rate:.3g} Gbit/s between hosts, {other} wins."
+            else:
                 how = f"{factor:.2g} times as fast" if faster else f"{1 / factor:.2g} times slower"
                 yield f"With {name} {how}, {other} wins."
-
-
-def _winner(
-    question: Question, change: Callable[[DescribedCluster, float], DescribedCluster], factor: float
-) -> str:
-    other = replace(question, cluster=change(question.cluster, factor))
-    rows = [_row(other, strategy, workers) for strategy, workers in _candidates(other)]
-    return str(min((row for row in rows if not row.reason), key=lambda row: row.seconds or 0.0).strategy)
 
 
 def _with_links(cluster: DescribedCluster, factor: float) -> DescribedCluster:
@@ -217,13 +294,15 @@ def _with_links(cluster: DescribedCluster, factor: float) -> DescribedCluster:
         return LinkRate(latency_s=link.latency_s / factor, bytes_per_s=link.bytes_per_s * factor)
 
     machines = cluster.machines
-    changed: Machines = replace(
-        machines,
-        memory=faster(machines.memory),
-        inside=faster(machines.inside),
-        between=faster(machines.between),
+    return replace(
+        cluster,
+        machines=replace(
+            machines,
+            memory=faster(machines.memory),
+            inside=faster(machines.inside),
+            between=faster(machines.between),
+        ),
     )
-    return replace(cluster, machines=changed)
 
 
 def _flip(winner: Callable[[float], str], now: str, *, faster: bool) -> tuple[float, str] | None:

@@ -1,171 +1,165 @@
-"""How long each part of a task's step takes here: measured within seconds, for two sizes of a worker's share.
+"""How long each part of a task's step takes here: measured within seconds, by workers like those of a run.
 
-Forward and backward are timed as a whole, for the full batch and a part of it; each layer has its share of a forward
-by the hooks of its module. A line through both sizes gives the fixed and the per-sample time.
+`profile_run` gives the times of single steps. Medians of them make the profile: for each size of a share the time of
+forward, backward and the rest; each layer has its part of that, as it was seen by the hooks of its module.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
-
-from manyhands.data.batches import BatchSource
-from manyhands.data.randomness import preserved, seed_all
-from manyhands.engine.dynamo import optimizer_of
-from manyhands.errors import UserError
+from manyhands.errors import UserError, num_of
 from manyhands.facts import ComputeTime, LayerTimes, ModelFootprint, TaskProfile
+from manyhands.foresight.estimate import Estimate
+from manyhands.foresight.plan.profile_run import Drive, Profiling, TimedStep, profile_run
+from manyhands.places.local.host import threads_per_role
 from manyhands.strategies.common.sharding.layer_units import Unit, units_of
 from manyhands.task import Task
 
-__all__ = ["ProfiledTask", "measure_profile"]
+__all__ = ["ProfiledTask", "TaskProfiles", "expected_slowest", "measure_profile", "profile_of_steps"]
 
-_SECONDS, _MOST, _WARM = (
-    1.0,
-    30,
-    2,
-)  # of measuring each size: for how long, how often at most, and what does not count
-_PART = 4  # the smaller share: a quarter of a batch
+_SECONDS = 1.0
+_DRAWS = 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledTask:
-    """A task's profile, and how much the measurements of its whole step differed from each other."""
+    """A task's profile, and how much the measurements of a step of a share differed from each other."""
 
     profile: TaskProfile
-    noise: float  # (90th - 10th percentile) / median of forward and backward on a whole batch
+    noise: float  # (90th - 10th percentile) / median
 
 
-@dataclass(slots=True)
-class _Timed:
-    """What was measured on so many samples, each a list over repeats."""
+def measure_profile(
+    task: Task,
+    footprint: ModelFootprint,
+    units: Sequence[Unit],
+    workers: int,
+    *,
+    parts: Sequence[int] = (),
+    device: str = "cpu",
+    seconds: float = _SECONDS,
+    processes: int = 0,
+    drive: Drive | None = None,
+) -> ProfiledTask:
+    """The profile of a worker of so many that compute here at the same time, on a whole batch and on `parts` of it.
 
-    samples: int
-    forward_s: list[float] = field(default_factory=list)
-    backward_s: list[float] = field(default_factory=list)
-    input_s: list[float] = field(default_factory=list)
-    optimizer_s: list[float] = field(default_factory=list)
-    layers_s: dict[int, list[float]] = field(default_factory=dict)  # forward, by unit
-    output_bytes: dict[int, float] = field(default_factory=dict)  # of a sample, by unit
-
-
-def measure_profile(task: Task, footprint: ModelFootprint, threads: int) -> ProfiledTask:
-    """Measure a task on this machine's CPU with so many threads; the caller's random state and threads are kept."""
+    `processes` are those that share the cores of the host; 0: the workers alone.
+    """
     if task.streams:
         raise UserError(f"plan: data is {task.stream_name}, whose samples cannot be drawn for a measurement")
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with preserved():
-            return _measured(task, footprint)
-    finally:
-        torch.set_num_threads(before)
+    most = task.batch_size  # shares without a sample would take no time
+    sizes = tuple(count for count in dict.fromkeys((1, workers, *parts)) if count <= most)
+    profiling = Profiling(parts=sizes, seconds=seconds, processes_here=processes)
+    steps = profile_run(task, profiling, workers, device, drive)
+    return profile_of_steps(steps, footprint, units, workers)
 
 
-def _measured(task: Task, footprint: ModelFootprint) -> ProfiledTask:
-    seed_all(0)
-    model = task.model()
-    optimizer = optimizer_of(task, model)
-    source = BatchSource(task.data, task.collate)
-    units = units_of(model)
-    whole = min(task.batch_size, len(source))
-    sizes = [_Timed(samples=samples) for samples in dict.fromkeys((whole, max(1, whole // _PART)))]
-    for timed in sizes:
-        _time(timed, task, model, optimizer, source, units)
-    large, small = sizes[0], sizes[-1]
-    forward, backward = (_line(large, small, name) for name in ("forward_s", "backward_s"))
-    in_layers = {number: statistics.median(took) for number, took in large.layers_s.items()}
-    total = sum(in_layers.values()) or 1.0
+@dataclass
+class TaskProfiles:
+    """A task's profiles here, each measured when it is first asked for."""
+
+    task: Task
+    found: Estimate
+    device: str = field(default="cpu", kw_only=True)
+    seconds: float = field(default=_SECONDS, kw_only=True)
+    say: Callable[[str], None] = field(default=lambda _: None, kw_only=True)
+    noise: float = field(default=0.0, init=False)  # of the noisiest measurement
+
+    def __post_init__(self) -> None:
+        self._units = units_of(self.found.model)
+        self._measured: dict[tuple[int, int], TaskProfile] = {}
+
+    def of(self, workers: int, processes: int) -> TaskProfile:
+        """Of a worker of so many, whose host's cores are shared by so many processes."""
+        alike = self.device != "cpu" or threads_per_role(processes) == threads_per_role(workers)
+        key = workers, 0 if alike else processes
+        if key not in self._measured:
+            self.say(f"measuring the task on {num_of(workers, 'worker')}")
+            measured = measure_profile(
+                self.task,
+                self.found.footprint,
+                self._units,
+                workers,
+                parts=[workers * many for many in (2, 4)] if workers > 1 else [],
+                device=self.device,
+                seconds=self.seconds,
+                processes=key[1],
+            )
+            self.noise = max(self.noise, measured.noise)
+            self._measured[key] = measured.profile
+        return self._measured[key]
+
+
+def profile_of_steps(
+    steps: Sequence[Sequence[TimedStep]], footprint: ModelFootprint, units: Sequence[Unit], workers: int
+) -> ProfiledTask:
+    """From the timed steps of each worker."""
+    by_parts: dict[int, list[TimedStep]] = {}
+    for one in (step for of_worker in steps for step in of_worker):
+        by_parts.setdefault(one.parts, []).append(one)
+    samples = {parts: footprint.batch_size / parts for parts in by_parts}
+
+    def through(seconds: Callable[[TimedStep], float]) -> ComputeTime:
+        return ComputeTime.through(
+            {samples[parts]: statistics.median(map(seconds, timed)) for parts, timed in by_parts.items()}
+        )
+
+    forward, backward = through(lambda one: one.forward_s), through(lambda one: one.backward_s)
+    optimizer_s = statistics.median(one.optimizer_s for timed in by_parts.values() for one in timed)
+    rest = through(lambda one: max(0.0, one.whole_s - one.forward_s - one.backward_s - one.optimizer_s))
+    whole = by_parts[min(by_parts)]
+    forward_of = _shares([one.unit_forward_s for one in whole], units)
+    backward_of = _shares([one.unit_backward_s for one in whole], units)
+    output = {
+        unit.number: statistics.median(one.unit_output.get(unit.number, 0) for one in whole) for unit in units
+    }
     layers = tuple(
         LayerTimes(
             name=unit.name,
-            forward=_share(forward, in_layers.get(unit.number, 0.0) / total),
-            backward=_share(backward, in_layers.get(unit.number, 0.0) / total),
+            forward=forward.times(forward_of[unit.number]),
+            backward=backward.times(backward_of[unit.number]),
             gradient_bytes=sum(unit.parameters[number].nbytes for number in unit.trained),
-            output_bytes=large.output_bytes.get(unit.number, 0.0),
+            output_bytes=output[unit.number] / footprint.batch_size * min(by_parts),
         )
         for unit in units
     )
-    step_s = sorted(a + b for a, b in zip(large.forward_s, large.backward_s, strict=True))
-    low, high = (step_s[round(at * (len(step_s) - 1))] for at in (0.1, 0.9))
+    shares = [
+        [one.whole_s for one in of_worker if one.parts == _shared(by_parts, workers)] for of_worker in steps
+    ]
+    pooled = sorted(one for of_worker in shares for one in of_worker)
+    low, high = (pooled[round(at * (len(pooled) - 1))] for at in (0.1, 0.9))
     profile = TaskProfile(
         layers=layers,
         model=footprint,
-        rest=_line(large, small, "input_s"),
-        optimizer_s=statistics.median(large.optimizer_s),
+        rest=rest,
+        optimizer_s=optimizer_s,
+        slowest=expected_slowest(shares) / statistics.median(pooled),
     )
-    return ProfiledTask(profile=profile, noise=(high - low) / statistics.median(step_s))
+    return ProfiledTask(profile=profile, noise=(high - low) / statistics.median(pooled))
 
 
-def _time(
-    timed: _Timed, task: Task, model: nn.Module, optimizer: Any, source: BatchSource, units: Sequence[Unit]
-) -> None:
-    began = time.perf_counter()
-    repeat = 0
-    while repeat < _WARM + 3 or (repeat < _MOST and time.perf_counter() - began < _SECONDS):
-        samples = [(repeat * timed.samples + index) % len(source) for index in range(timed.samples)]
-        moments = [time.perf_counter()]
-        batch = source.fetch(samples)
-        moments.append(time.perf_counter())
-        with _hooked(timed, units, counts=repeat >= _WARM):
-            loss = task.loss(model, batch)
-        moments.append(time.perf_counter())
-        loss.backward()  # type: ignore[no-untyped-call]
-        moments.append(time.perf_counter())
-        optimizer.step()
-        optimizer.zero_grad()
-        moments.append(time.perf_counter())
-        if repeat >= _WARM:
-            lists = (timed.input_s, timed.forward_s, timed.backward_s, timed.optimizer_s)
-            for took, begin, end in zip(lists, moments[:-1], moments[1:], strict=True):
-                took.append(end - begin)
-        repeat += 1
+def _shared(by_parts: Mapping[int, Sequence[TimedStep]], workers: int) -> int:
+    """The parts of a batch that each of so many workers computes one of, or what was measured nearest to it."""
+    return workers if workers in by_parts else max(by_parts)
 
 
-@contextmanager
-def _hooked(timed: _Timed, units: Sequence[Unit], *, counts: bool) -> Iterator[None]:
-    """Time the forward of each unit's module, and note what it hands on."""
-    handles, begins = [], {}
-
-    def watch(number: int, module: nn.Module) -> None:
-        def enter(*_: Any) -> None:
-            begins[number] = time.perf_counter()
-
-        def leave(_module: Any, _args: Any, output: Any) -> None:
-            if counts:
-                timed.layers_s.setdefault(number, []).append(time.perf_counter() - begins[number])
-            size = sum(one.nbytes for one in tree_leaves(output) if isinstance(one, Tensor))
-            timed.output_bytes[number] = size / timed.samples
-
-        handles.append(module.register_forward_pre_hook(enter))
-        handles.append(module.register_forward_hook(leave))
-
-    for unit in units:
-        if unit.module is not None:
-            watch(unit.number, unit.module)
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def expected_slowest(took_s: Sequence[Sequence[float]]) -> float:
+    """The median time of the slowest, where each takes one of its times at random."""
+    draw = random.Random(0)
+    return statistics.median(max(draw.choice(one) for one in took_s) for _ in range(_DRAWS))
 
 
-def _line(large: _Timed, small: _Timed, name: str) -> ComputeTime:
-    """Through the medians of both sizes; neither part is below 0."""
-    at_large, at_small = (statistics.median(getattr(one, name)) for one in (large, small))
-    if large.samples == small.samples:
-        return ComputeTime(per_sample_s=at_large / large.samples)
-    slope = max(0.0, (at_large - at_small) / (large.samples - small.samples))
-    slope = min(slope, at_large / large.samples)
-    return ComputeTime(fixed_s=at_large - slope * large.samples, per_sample_s=slope)
-
-
-def _share(time_of_all: ComputeTime, share: float) -> ComputeTime:
-    return ComputeTime(fixed_s=share * time_of_all.fixed_s, per_sample_s=share * time_of_all.per_sample_s)
+def _shares(took_s: Sequence[Mapping[int, float]], units: Sequence[Unit]) -> dict[int, float]:
+    """What part of the whole each unit takes; of units that were never seen, nothing."""
+    medians = {
+        unit.number: statistics.median(one.get(unit.number, 0.0) for one in took_s) if took_s else 0.0
+        for unit in units
+    }
+    total = sum(medians.values())
+    if not total:
+        return {unit.number: 1 / len(units) for unit in units}
+    return {number: median / total for number, median in medians.items()}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from html import escape
 from itertools import chain
 
-from manyhands.errors import format_bytes
+from manyhands.errors import format_bytes, format_seconds
 from manyhands.observe.analyse.recent import WINDOW_NS
 from manyhands.observe.analyse.view import Curve, PartiesView, PartyView, Phase, Presence, RunView
 from manyhands.observe.draw import paper
@@ -30,8 +29,8 @@ def now(view: RunView) -> paper.PageSection:
         "state": "evaluating" if view.evaluating else view.phase.value,
         "loss": "–" if view.loss is None else f"{view.loss:.4g}",
         "samples/s": f"{view.samples_per_s:,.0f}",
-        "elapsed": _duration(view.seconds),
-        "time left": _duration(left) if left is not None and view.phase is Phase.RUNNING else "–",
+        "elapsed": format_seconds(view.seconds),
+        "time left": format_seconds(left) if left is not None and view.phase is Phase.RUNNING else "–",
     }
     if ended:
         del values["time left"]
@@ -370,14 +369,3 @@ def _shards(numbers: tuple[int, ...]) -> str:
 
 def _words(name: str) -> str:
     return name.replace("_", " ")
-
-
-def _duration(seconds: float) -> str:
-    if not math.isfinite(seconds):
-        return "–"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s" if seconds >= 1 else f"{seconds:.2g} s"
-    minutes, rest = divmod(whole, 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"

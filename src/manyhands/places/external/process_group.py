@@ -93,6 +93,12 @@ class ProcessGroup:
                     case _:
                         self.early.append(event)
 
+    @property
+    def num_hosts(self) -> int:
+        """Over how many hosts the processes are, once all have joined."""
+        others = {self.control_server.host_of(rank) for rank in self.control_server.known}
+        return len(others | {host_identity()})
+
     def tell_all(self, payload: Mapping[str, Any]) -> None:
         for rank in range(1, self.place.world):
             self.control_server.tell(rank, payload)

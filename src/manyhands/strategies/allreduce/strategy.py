@@ -23,6 +23,7 @@ from manyhands.facts import (
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
 from manyhands.strategy import (
     MIB,
+    Searched,
     Strategy,
     buckets_setting,
     check_buckets,
@@ -62,6 +63,12 @@ class AllReduce(Strategy):
     word: ClassVar[str] = "allreduce"
     about: ClassVar[str] = "every worker holds the model; gradients are summed by a chosen algorithm"
     truth: ClassVar[Truth] = Truth.EVERYONE
+    searched: ClassVar[Searched] = {
+        "algorithm": lambda machines: [
+            name for name in ALGORITHMS if machines.hosts == 1 or name != "direct"
+        ],
+        "buckets": lambda _: [size * MIB // 4 for size in (1, 4, 16, 100)],
+    }
     algorithm: str = setting("direct", str)
     """How gradients are summed: `direct` in shared memory, or a schedule over links such as `ring`."""
     buckets: int = buckets_setting()
@@ -202,18 +209,24 @@ class AllReduce(Strategy):
                 lambda num_bytes: all_reduce_s(algorithm, machines, num_bytes, self.helpers),
             )
         return PredictedStep(
-            compute_s=profile.compute_s(workers), exchange_s=exchange_s, optimizer_s=profile.optimizer_s
+            compute_s=profile.compute_s(workers),
+            exchange_s=exchange_s,
+            waiting_s=profile.waiting_s(workers),
+            optimizer_s=profile.optimizer_s,
         )
 
     @classmethod
-    def choices(cls, machines: Machines) -> Sequence[Strategy]:
-        """Between hosts, the algorithms; on one, `mirrored` is the same."""
+    def choices(cls, machines: Machines, *, survives: bool = False) -> Sequence[Strategy]:
+        """Between hosts, the algorithms; on one, `mirrored` is the same. With `survives`, workers that may leave."""
         from manyhands.strategies.common.step_times import is_modelled
 
-        if machines.hosts == 1 or "algorithm" not in settings_of(cls):
-            return [] if "algorithm" in settings_of(cls) else [cls()]
+        names_algorithms = "algorithm" in settings_of(cls)
+        elastic = [cls(elastic=True)] if survives and names_algorithms else []
+        if machines.hosts == 1 or not names_algorithms:
+            return elastic if names_algorithms else [cls()]
         known = [name for name in ALGORITHMS if name != "direct" and is_modelled(name, machines)]
-        return [cls(algorithm=name, group=machines.per_host * (name == "hierarchical")) for name in known]
+        per_host = machines.per_host
+        return [*(cls(algorithm=name, group=per_host * (name == "hierarchical")) for name in known), *elastic]
 
     def across_hosts(self, hosts: Sequence[Sequence[int]]) -> Strategy:
         """`hierarchical` by itself, with the workers of a host as a group, where hosts hold equally many one by one.
@@ -283,6 +296,7 @@ class AllReduce(Strategy):
             continues_with_fewer=self.elastic,
             leaves_steps_out=not (urgent or self.elastic),
             uses_links=self._uses_links,
+            cost_class="allreduce by links" if self._uses_links else "mirrored",
             kernels=() if rounds_hops(self.codec) else ("codecs",),
             cannot_clip="order=priority steps the first parameters before the last gradients are there, and clips "
             "nothing"

@@ -111,6 +111,8 @@ class Local(Strategy):
         return PredictedStep(
             compute_s=profile.compute_s(machines.workers),
             exchange_s=mean_s / self.steps,
+            # Of many steps between two averages, slow and fast ones cancel out.
+            waiting_s=profile.waiting_s(machines.workers) / math.sqrt(self.steps),
             optimizer_s=profile.optimizer_s,
         )
 

@@ -56,6 +56,6 @@ def predicted_parts(
     return PredictedStep(
         compute_s=max(found.busy) + profile.rest.seconds(profile.samples(replicas)),
         exchange_s=all_reduce_s("direct", holders, max(stage_bytes)),
-        waiting_s=found.time - max(found.busy),
+        waiting_s=found.time - max(found.busy) + (profile.slowest - 1) * max(found.busy),
         optimizer_s=profile.optimizer_s * max(stage_bytes) / total,
     )

@@ -26,6 +26,7 @@ from manyhands.strategies.pipeline.cuts import balanced, check_cuts, parts_of
 from manyhands.strategies.pipeline.schedule_cost import cost, equal_times, most_held
 from manyhands.strategies.pipeline.schedules import SCHEDULES, Schedule
 from manyhands.strategy import (
+    Searched,
     Strategy,
     check_choice,
     check_link,
@@ -66,6 +67,10 @@ class Pipeline(Strategy):
     refuses: ClassVar[Mapping[str, str]] = {
         "codec": "stages send outputs and gradients uncompressed; allreduce link=tcp, local link=tcp and "
         "ps link=tcp have a codec"
+    }
+    searched: ClassVar[Searched] = {
+        "stages": lambda machines: [count for count in (2, 4, 8, 16) if machines.workers % count == 0],
+        "microbatches": lambda _: (2, 4, 8, 16, 32),
     }
     stages: int = setting(2, integer)
     """Into how many stages the model's layers are cut."""
@@ -132,8 +137,9 @@ class Pipeline(Strategy):
         return self.grid(workers).data
 
     @classmethod
-    def choices(cls, machines: Machines) -> Sequence[Strategy]:
+    def choices(cls, machines: Machines, *, survives: bool = False) -> Sequence[Strategy]:
         """Every number of stages that divides the workers, with few and with many micro-batches."""
+        del survives
         stages = [count for count in (2, 4, 8, 16) if machines.workers % count == 0]
         return [cls(stages=count, microbatches=many * count) for count in stages for many in (1, 2, 4)]
 

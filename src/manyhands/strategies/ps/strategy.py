@@ -25,7 +25,7 @@ from manyhands.facts import (
     WorkerMemory,
 )
 from manyhands.strategies.common.consistency import Policy, Sync, parse_consistency
-from manyhands.strategy import Strategy, check_choice, check_link, integer, link_setting, setting
+from manyhands.strategy import Searched, Strategy, check_choice, check_link, integer, link_setting, setting
 from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, rounds_hops, votes
 
 __all__ = ["Ps"]
@@ -51,6 +51,9 @@ class Ps(Strategy):
     about: ClassVar[str] = "parameter servers, each with a shard; sync, bounded, async or softsync"
     truth: ClassVar[Truth] = Truth.SERVERS
 
+    searched: ClassVar[Searched] = {
+        "servers": lambda machines: [count for count in (1, 2, 4, 8, 16) if count <= machines.workers],
+    }
     servers: int = setting(1, integer)
     """How many processes hold the parameters, a shard each."""
     consistency: Policy = setting(Sync(), parse_consistency)  # noqa: RUF009 - a value without state
@@ -155,11 +158,12 @@ class Ps(Strategy):
         return placed, workers
 
     @classmethod
-    def choices(cls, machines: Machines) -> Sequence[Strategy]:
-        """One server, and up to one for each worker; in step and not."""
+    def choices(cls, machines: Machines, *, survives: bool = False) -> Sequence[Strategy]:
+        """One server, and up to one for each worker; in step and not; with `survives`, a second one for each shard."""
         counts = [count for count in (1, 2, 4, 8, 16) if count <= machines.workers]
-        texts = ("sync", "async")
-        return [cls(servers=count, consistency=parse_consistency(text)) for text in texts for count in counts]
+        policies = [parse_consistency(text) for text in ("sync", "async")]
+        found = [cls(servers=count, consistency=policy) for policy in policies for count in counts]
+        return [*found, *(cls(servers=count, replicas=1) for count in counts if survives and count > 1)]
 
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
         """Servers keep shards and step them; a worker has the parameters that it computes with."""
@@ -200,8 +204,12 @@ class Ps(Strategy):
         served_s = rate.seconds(size / shards)  # one worker's part of one shard, each way
         if self.consistency.lockstep:
             moved_s = max(rate.seconds(size), workers * served_s)
-            compute_s = profile.compute_s(workers)
-            return PredictedStep(compute_s=compute_s, exchange_s=2 * moved_s, optimizer_s=step_s)
+            return PredictedStep(
+                compute_s=profile.compute_s(workers),
+                exchange_s=2 * moved_s,
+                waiting_s=profile.waiting_s(workers),
+                optimizer_s=step_s,
+            )
         compute_s, moved_s = profile.compute_s(), 2 * rate.seconds(size)
         alone_s = compute_s + moved_s + step_s
         most_s = workers * max(step_s, served_s)
@@ -209,6 +217,12 @@ class Ps(Strategy):
         return PredictedStep(
             compute_s=compute_s, exchange_s=moved_s, waiting_s=waiting_s, optimizer_s=step_s, batches=workers
         )
+
+    @property
+    def _stepping(self) -> tuple[Stepping, ...]:
+        """Each server steps its shard, unless there is one, or workers step and servers average."""
+        together = self.servers == 1 or self.averages
+        return (Stepping.TOGETHER,) if together else (Stepping.IN_PIECES, Stepping.APART)
 
     @property
     def facts(self) -> Facts:
@@ -239,10 +253,9 @@ class Ps(Strategy):
             workers_join=Promise(answer=Answer.YES, words="they may join and leave while it runs (mh.start)"),
             same_numbers=same,
         )
-        together = self.servers == 1 or self.averages  # or each server steps its shard
         return Facts(
             promises=promises,
-            stepping=(Stepping.TOGETHER,) if together else (Stepping.IN_PIECES, Stepping.APART),
+            stepping=self._stepping,
             waits_for=policy.waits_for,
             stepwise=policy.stepwise,
             splits_batches=policy.stepwise,  # parts of one batch make one step, or each batch is a step of its own
@@ -252,6 +265,7 @@ class Ps(Strategy):
             moves_rows=True,
             logs_updates=True,
             kept_copies=1 + self.replicas,
+            cost_class=f"ps{'' if policy.stepwise else ' not in step'}{' by tcp' if self.uses_network else ''}",
             kernels=() if rounds_hops(self.codec) else ("codecs",),
             straggler_advice=advice[policy.waits_for],
             cannot_clip="the servers of ps apply their shards of a gradient separately, and no process has all of it "

@@ -78,6 +78,7 @@ class Sharded(Strategy):
         return PredictedStep(
             compute_s=profile.compute_s(workers),
             exchange_s=whole_s - computing_s,
+            waiting_s=profile.waiting_s(workers),
             optimizer_s=profile.optimizer_s / workers,
         )
 

@@ -1,0 +1,247 @@
+"""`plan`: measure the task and the machines, predict every plan, and try the best ones if that is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from manyhands.data.batches import BatchPlan
+from manyhands.errors import ManyhandsError, UserError, first_line
+from manyhands.facts import Machines
+from manyhands.foresight.estimate import estimate, refusal
+from manyhands.foresight.plan.described_cluster import DescribedCluster
+from manyhands.foresight.plan.machine_record import MachineRecord
+from manyhands.foresight.plan.plan_search import PlanLimits, PlanRow, Question, RankedPlans, make_plan
+from manyhands.foresight.plan.step_costs import measured_costs, try_steps
+from manyhands.foresight.plan.task_profile import TaskProfiles
+from manyhands.foresight.plan.track_record import SeenStep, TrackRecord, cost_class
+from manyhands.strategies.auto.promised import Must
+from manyhands.strategies.registry import STRATEGIES
+from manyhands.strategy import Strategy, check_count
+from manyhands.task import Task
+
+__all__ = ["TaskPlan", "TriedPlan", "plan"]
+
+_NOISY = 0.5  # (90th - 10th percentile) / median of single steps
+_TRIAL_S = 2.0  # of a plan that is tried, in each of several rounds
+_ROUNDS = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TriedPlan:
+    """A plan that was run for some steps; seconds of a step."""
+
+    row: PlanRow
+    seen_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskPlan:
+    """Every plan for a task with what is predicted of it, and the one that is chosen."""
+
+    task: Task
+    cluster: DescribedCluster
+    steps: int  # that are wanted
+    ranked: RankedPlans
+    chosen: PlanRow
+    device: str = "cpu"
+    tried: tuple[TriedPlan, ...] = ()  # the fastest first
+    notes: tuple[str, ...] = ()
+
+    @property
+    def strategy(self) -> Strategy:
+        return self.chosen.strategy
+
+    @property
+    def workers(self) -> int:
+        return self.chosen.workers
+
+
+def plan(
+    task: Task,
+    *,
+    workers: int | Sequence[int] | None = None,
+    cluster: DescribedCluster | str | Path | None = None,
+    must: str = "equal",
+    strategies: Sequence[str] = tuple(STRATEGIES),
+    memory: int | None = None,
+    limits: PlanLimits | None = None,
+    steps: int | None = None,
+    verify: int = 0,
+    device: str = "cpu",
+    measure: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+) -> TaskPlan:
+    """Predict how long a step of `task` takes under every strategy, and choose.
+
+    `workers` are how many there may be: one number, or several of which the best is chosen. `cluster` describes other
+    machines (a file, or its value); without it, the plan is for this machine, which is measured once for each number of
+    workers (`measure` measures again). `verify` tries the best so many plans for some seconds. `memory` is what each
+    worker has, in bytes; `steps` are those that are wanted, by default the task's usual length.
+
+    Raises UserError where no plan keeps what it must and fits; it names the nearest, and what that lacks.
+    """
+    asked = _Asked(
+        task=task,
+        described=_described(cluster, memory),
+        workers=_counts(workers, cluster),
+        must=Must.parse(must),
+        strategies=tuple(strategies),
+        limits=limits or PlanLimits(),
+        steps=steps or _usual_steps(task),
+        device=device,
+        measure=measure,
+        say=say,
+        memory=memory or 0,
+    )
+    if verify < 0:
+        raise UserError(f"verify={verify} must be at least 0")
+    if verify and asked.described is not None:
+        raise UserError("verify tries plans on this machine; leave the cluster out")
+    for text in asked.strategies:
+        Strategy.parse(text)
+    if asked.limits.price is not None and not (asked.described and asked.described.price):
+        raise UserError(
+            "budget is a price, but the cluster has none; add price = 2.5 (of a host, per hour) to its file"
+        )
+    return asked.planned(verify)
+
+
+def _counts(workers: int | Sequence[int] | None, cluster: object) -> tuple[int, ...] | None:
+    if workers is None:
+        return None if cluster is not None else (2,)
+    counts = (workers,) if isinstance(workers, int) else tuple(workers)
+    for count in counts:
+        check_count("workers", count)
+    if not counts:
+        raise UserError("workers is empty; give at least one number")
+    return counts
+
+
+def _described(cluster: DescribedCluster | str | Path | None, memory: int | None) -> DescribedCluster | None:
+    if cluster is None:
+        return None
+    found = cluster if isinstance(cluster, DescribedCluster) else DescribedCluster.from_file(Path(cluster))
+    return replace(found, memory=memory) if memory else found
+
+
+def _usual_steps(task: Task) -> int:
+    if task.streams:
+        return 1000
+    return task.epochs * BatchPlan(task.samples, task.batch_size, 0).batches_per_epoch
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What was asked for, checked."""
+
+    task: Task
+    described: DescribedCluster | None
+    workers: tuple[int, ...] | None
+    must: tuple[Must, ...]
+    strategies: tuple[str, ...]
+    limits: PlanLimits
+    steps: int
+    device: str
+    measure: bool
+    say: Callable[[str], None]
+    memory: int = 0
+
+    def planned(self, verify: int) -> TaskPlan:
+        found = estimate(self.task, self.say)
+        record = MachineRecord.of_this_machine()
+        counts = self.workers or (self.described.machines.workers if self.described else 2,)
+        cluster = self.described or DescribedCluster(
+            machines=Machines(per_host=max(counts)), memory=self.memory, measured=True
+        )
+        profiles = TaskProfiles(self.task, found, device=self.device, say=self.say)
+        for count in counts if cluster.measured else (1,):
+            profiles.of(count, count)
+        machines_of = self._machines(record) if cluster.measured else cluster.of_workers
+        pairs = record.pairs(max(counts)) if cluster.measured else ()
+        question = Question(
+            # Of other machines, this one as a whole is measured.
+            profile_of=profiles.of if cluster.measured else lambda _workers, _processes: profiles.of(1, 1),
+            machines_of=machines_of,
+            cluster=cluster,
+            workers=counts,
+            steps=self.steps,
+            refuses=lambda strategy, count: refusal(self.task, strategy, count, found),
+            must=self.must,
+            strategies=self.strategies,
+            limits=self.limits,
+            record=TrackRecord(pairs=pairs, noise=profiles.noise),
+        )
+        self.say("predicting each plan")
+        ranked = make_plan(question)
+        tried, notes = self._tried(ranked, verify, record) if verify else ((), ())
+        return TaskPlan(
+            task=self.task,
+            cluster=cluster,
+            steps=self.steps,
+            ranked=ranked,
+            chosen=tried[0].row if tried else ranked.best,
+            device=self.device,
+            tried=tried,
+            notes=(*_remarks(cluster, profiles.noise, tried), *notes),
+        )
+
+    def _machines(self, record: MachineRecord) -> Callable[[int], Machines]:
+        @cache
+        def here(workers: int) -> Machines:
+            machines = Machines(per_host=workers)
+            costs = None if self.measure else record.costs(workers)
+            if costs is None:
+                costs = measured_costs(machines, self.say)
+                record.keep_costs(workers, costs)
+            return replace(machines, costs=costs)
+
+        return here
+
+    def _tried(
+        self, ranked: RankedPlans, verify: int, record: MachineRecord
+    ) -> tuple[tuple[TriedPlan, ...], list[str]]:
+        """The best so many plans, each run for a moment in several rounds; and a sentence of each that failed."""
+        seen: dict[int, list[float]] = {}
+        failed: dict[int, str] = {}
+        rows = ranked.finalists[:verify]
+        for _ in range(_ROUNDS):
+            for number, row in enumerate(rows):
+                if number in failed:
+                    continue
+                self.say(f"trying {row.strategy}")
+                try:
+                    took_s = try_steps(
+                        self.task, row.strategy, row.workers, _TRIAL_S, row.seconds, self.device
+                    )
+                except ManyhandsError as error:
+                    failed[number] = f"{row.strategy} failed when it was tried: {first_line(error)}."
+                else:
+                    seen.setdefault(number, []).extend([took_s] if took_s is not None else [])
+        tried = [
+            TriedPlan(row=rows[number], seen_s=min(times))
+            for number, times in seen.items()
+            if number not in failed and times
+        ]
+        for one in tried:
+            pair = SeenStep(
+                kind=cost_class(one.row.strategy), predicted_s=one.row.uncorrected_s, seen_s=one.seen_s
+            )
+            record.add_pairs(one.row.workers, [pair])
+        return tuple(sorted(tried, key=lambda one: one.seen_s)), list(failed.values())
+
+
+def _remarks(cluster: DescribedCluster, noise: float, tried: Sequence[TriedPlan]) -> list[str]:
+    said = []
+    if noise > _NOISY:
+        said.append(
+            f"Single steps of the task differed by {100 * noise:.0f} % when it was measured; the errors that are shown "
+            "are wider for it."
+        )
+    if not cluster.measured:
+        said.append("Nothing was run on these machines.")
+    elif not tried:
+        said.append("Nothing was tried; --verify 3 runs the best three for some seconds.")
+    return said

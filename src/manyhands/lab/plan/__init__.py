@@ -1,1 +1,0 @@
-"""Plans for the machines at hand: measured, and tried."""

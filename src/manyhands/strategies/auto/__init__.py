@@ -1,0 +1,1 @@
+"""`auto`: a strategy that is chosen while the run trains."""
