@@ -81,7 +81,9 @@ def test_what_is_tried_is_a_part_of_the_run_and_its_numbers_are_those_of_one_pro
     assert "mirrored" in tried
     assert told["strategy"] == min(tried, key=lambda text: tried[text])
     (sentence,) = (note for note in run.summary["notes"] if note.startswith("auto: "))
-    assert sentence.startswith(f"auto: {told['strategy']} is the fastest of {len(tried)} plans that were tried")
+    assert sentence.startswith(
+        f"auto: {told['strategy']} is the fastest of {len(tried)} plans that were tried"
+    )
     assert json.loads((tmp_path / "run" / CHOSEN).read_text()) == told
     pairs = MachineRecord.of_this_machine().pairs(2)
     assert len(pairs) == len(tried)
