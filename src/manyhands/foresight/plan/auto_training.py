@@ -47,6 +47,8 @@ CHOSEN: Final = "chosen.json"
 _FIRST = 12  # steps, at least, before anything is decided
 _WARM = 4  # of them, which do not count
 _TRIAL_SHARE = 0.01  # of the run's time, for each plan that is tried, and for each profile
+_START_S = 1.0  # what it takes to end one strategy and to begin with the next
+_STARTS_SHARE = 0.03  # of the rest of the run, for that
 _SHORTEST_TRIAL_S, _LONGEST_TRIAL_S = 0.5, 5.0
 _MANY = 30  # steps that a trial has, where they fit into three times as long
 
@@ -230,17 +232,22 @@ class AutoTraining(Segments):
         yield first
         rows = self._planned(replace(choice, hosts=drive.hosts), first, drive)
         first.row = next((row for row in rows if row.strategy == first.strategy), None)
-        best = rows[: self._auto.tries]
-        tried, others = [first], [row for row in best if row.strategy != first.strategy]
-        for number, row in enumerate(others, 1):
-            fastest = min(tried, key=lambda one: one.seen_s)
-            if (row.seconds or 0.0) * (1 - row.error) > fastest.seen_s:
-                continue  # too slow even where the prediction is as wrong as it can be expected to be
+        tried = [first]
+        # The best comes last: if it is the fastest indeed, it goes on without being started again.
+        for row in reversed(others := self._worth_trying(rows, first)):
             tried.append(self._trial(row, self._trial_s(first)))
-            if number == len(others):
+            if row is others[0]:
                 self._go_on(tried, lambda: self._choose(stage, choice, tried))
             yield tried[-1]
         yield self._choose(stage, choice, tried)
+
+    def _worth_trying(self, rows: Sequence[PlanRow], first: _Segment) -> list[PlanRow]:
+        """The best plans beside the first, as many as the rest of the run has time for, the best first."""
+        most = max(1, round(_STARTS_SHARE * self._left_s(first) / _START_S))
+        others = [row for row in rows[: self._auto.tries] if row.strategy != first.strategy]
+        # Too slow even where the prediction is as wrong as it can be expected to be: not worth a trial.
+        may_win = [row for row in others if (row.seconds or 0.0) * (1 - row.error) < first.seen_s]
+        return may_win[:most]
 
     def _left_s(self, segment: _Segment) -> float:
         """How long the rest of the run takes, at the pace of this segment's steps."""
