@@ -247,6 +247,19 @@ def test_glove_learns_and_names_neighbours(tmp_path: Path) -> None:
     assert re.search(r"^list: \w+ \d", printed, re.M)
 
 
+def test_a_model_that_fits_nowhere_here_is_planned_and_said_not_to_be_run(tmp_path: Path) -> None:
+    printed = _warm_example(tmp_path, EXAMPLES / "plan_100b.py")
+    title, *rows = printed.splitlines()
+    assert title == "101 billion parameters on 256 devices; not run, not measured"
+    assert rows[0].startswith("pipeline ")
+    assert [row.split()[0] for row in rows if "does not fit" in row].count("allreduce") == 1
+    assert rows[-1].endswith("Not run, not measured.")
+    # Between what Megatron's runs of 76 and 146 billion parameters reached, give or take a fifth
+    rate = re.search(r": (\d+) TFLOP/s", rows[-1])
+    assert rate is not None
+    assert 140 * 0.8 < float(rate[1]) < 148 * 1.2
+
+
 def test_straggler_is_given_fewer_batches_by_the_asynchronous_server(tmp_path: Path) -> None:
     printed = _warm_example(tmp_path, EXAMPLES / "straggler.py", "--steps", "60", "--factor", "20")
     rows = {line.split()[1]: line.split() for line in printed.splitlines() if line.startswith("ps ")}
