@@ -75,6 +75,7 @@ bench: setup
 	$(BIN)/python benchmarks/gbdt.py
 	$(BIN)/python benchmarks/classes.py
 	$(BIN)/python benchmarks/plan.py --json benchmarks/results/plan-2.json
+	$(BIN)/python benchmarks/public_tables.py
 	$(BIN)/python benchmarks/links.py
 	$(BIN)/python benchmarks/events.py
 	$(BIN)/python benchmarks/desync.py

@@ -28,6 +28,7 @@ from render_loading import loading_rates
 from render_models import codecs_speed, offload, pipeline_speed, wavefronts
 from render_plan import plan_errors
 from render_priority import priority_gain
+from render_public import public_tables
 from render_startup import startup_times
 from render_wire import local_steps, wire_time
 from results_read import RESULTS, ROOT, load, markdown, show_percent, show_ratio, show_time
@@ -371,6 +372,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "nccl": nccl_steps,
     "plan errors": plan_errors,
     "priority": priority_gain,
+    "public tables": public_tables,
     "inference": inference_speed,
     "local steps": local_steps,
     "ray actor": ray_actor,
