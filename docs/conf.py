@@ -25,7 +25,7 @@ CONTENTS = {
     "Reference": "api benchmarks security dependencies",
     "Internals": (
         "architecture internals/extending internals/cluster internals/links internals/liveness internals/membership"
-        " internals/events"
+        " internals/events internals/public-tables"
     ),
 }
 """The menu: it is here, and not in index.md, so that a forge shows that page without directives."""
