@@ -46,6 +46,8 @@ def public_tables() -> str:
         f"counts of GPUs, with and without the runs that stall, and {show_percent(cost['regret'])} at worst "
         f'({cost["gpus"]} GPUs, with them). The rule "most data parallel, then the largest micro-batch" does as well: '
         f"ours is at least equal on {same} of {len(picks)}. The run that ended out of memory {fits} "
-        f"({memory['predicted']:.0f} of 80 GiB)."
+        f"({memory['predicted']:.0f} of 80 GiB, "
+        "of which 92 % may be used). Both the cost of a message, which the choice needs, and this bound came after the "
+        "first run."
     )
     return markdown(rows) + "\n\n" + told
