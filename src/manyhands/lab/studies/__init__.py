@@ -1,0 +1,1 @@
+"""Questions about distributed training, each answered by an experiment that anyone can repeat."""
