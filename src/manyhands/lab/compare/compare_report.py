@@ -52,7 +52,12 @@ _NARROWEST = 12
 
 def columns(found: Figures) -> list[str]:
     """The heads of all columns after the strategy; a line break is where a narrow one may break."""
-    return [*_MEASURES, *([_PRICE] if found.prices is not None else []), *_metric_names(found)]
+    joules = ["joules\n/run"] if _has_joules(found) else []
+    return [*_MEASURES, *joules, *([_PRICE] if found.prices is not None else []), *_metric_names(found)]
+
+
+def _has_joules(found: Figures) -> bool:
+    return any(row.joules is not None for row in found.rows)
 
 
 def cells(found: Figures, row: CompareRow) -> list[str]:
@@ -73,6 +78,7 @@ def cells(found: Figures, row: CompareRow) -> list[str]:
         _size(row.bytes_per_step),
         _size(row.busiest_bytes_per_step),
         stale,
+        *([_show(row.joules, "{:,.0f}")] if _has_joules(found) else []),
         *([_show(row.price_per_1000_steps, "{:,.3g}")] if found.prices is not None else []),
         *(_show(row.final.get(name), "{:.4f}") for name in _metric_names(found)),
     ]
@@ -156,6 +162,10 @@ def report(
         f"Medians over the repeats: {target}messages and bytes of a step, sent by all together, and bytes sent by "
         "the busiest process"
     )
+    if _has_joules(found):
+        caption += (
+            "; joules of the whole machine from a run's start to its end, processes and evaluations with it"
+        )
     if found.prices is not None:
         caption += f"; the price of 1,000 steps, of all processes together, at {found.prices} an hour"
     table = paper.data_table(head, [[row.name, *cells(found, row)] for row in found.rows], title=caption)

@@ -50,6 +50,7 @@ class Measured:
     busiest_bytes: int  # sent by the one of them that sent most
     staleness_mean: float = 0.0
     staleness_max: int = 0
+    joules: float | None = None  # of the machine while the run lasted; None where nothing counts them
     notes: tuple[str, ...] = ()
 
     @property
@@ -115,6 +116,7 @@ class CompareRow:
     """Sent by the one of them that sent most: it sets the pace where the network does."""
     staleness_mean: Spread | None
     staleness_max: int
+    joules: Spread | None = None  # None where nothing counts them
     final: Mapping[str, Spread] = field(default_factory=dict)
     waits_mostly_for: int | None = None  # the worker that most of the waiting was for
     price_per_hour: float | None = None  # of all its processes together; None where no prices were given
@@ -145,11 +147,13 @@ class Figures:
     rows: tuple[CompareRow, ...]
     prices: Prices | None = None
     scores: tuple[str, ...] = ()  # what was measured of each run's model at its end besides
+    no_energy: str = ""  # why the energy of a run could not be measured; empty where it could
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "target": dataclasses.asdict(self.target) if self.target else None,
             "evaluate_every": self.evaluate_every,
+            "no_energy": self.no_energy,
             "prices_per_hour": dict(self.prices.per_hour) if self.prices else None,
             "strategies": [_row_dict(row) for row in self.rows],
         }
@@ -230,6 +234,7 @@ def _row(
         busiest_bytes_per_step=_spread([_ratio(run.busiest_bytes, run.steps) for run in runs]),
         staleness_mean=_spread([run.staleness_mean for run in runs]),
         staleness_max=max((run.staleness_max for run in runs), default=0),
+        joules=_spread([math.nan if run.joules is None else run.joules for run in runs]),
         final={name: Spread.of([run.final[name] for run in runs]) for name in names},
         waits_mostly_for=mostly if mostly is not None and waited_for[mostly] > 0 else None,
     )
@@ -249,7 +254,7 @@ def _row_dict(row: CompareRow) -> dict[str, Any]:
         for name in (
             "workers", "reached", "target_s", "target_steps", "seconds", "samples_per_s", "waiting",
             "waits_mostly_for", "messages_per_step", "bytes_per_step", "busiest_bytes_per_step", "staleness_mean",
-            "staleness_max", "price_per_hour", "price_per_1000_steps", "price_to_target",
+            "staleness_max", "joules", "price_per_hour", "price_per_1000_steps", "price_to_target",
         )
     }  # fmt: skip
     promises = row.strategy.facts.promises

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import math
 import time
 import warnings
@@ -27,6 +28,7 @@ from manyhands.engine.run import PASS_LOSS
 from manyhands.engine.session import check_capacity_for
 from manyhands.errors import DataError, ManyhandsError, UserError
 from manyhands.lab.compare.comparison import Progress, Target, Trial, parse_strategies, trials, workers_of
+from manyhands.lab.compare.energy import EnergyCounter, EnergyMeter, energy_counters
 from manyhands.lab.compare.figures import FailedTrial, Figures, Measured, Point, Prices, figures
 from manyhands.observe.analyse.totals import WorkerTotals
 from manyhands.observe.record.checked_values import text, whole
@@ -216,6 +218,7 @@ def compare(
     order = trials(len(requests), settings.repeats)
     out = Path(out)
     require_empty(out)
+    energy = {request.plan.device: energy_counters(request.plan.device) for request in requests}
     runs: list[Measured | FailedTrial] = []
     began, interrupted = time.monotonic(), False
     try:
@@ -226,7 +229,8 @@ def compare(
             named = f"{request.strategy}{on}"
             on_progress(Progress(done=done, runs=len(order), current=named, seconds_left=left))
             try:
-                runs.append(_run(trial, request, out / trial.folder(request.strategy), score))
+                counters, _ = energy[request.plan.device]
+                runs.append(_run(trial, request, out / trial.folder(request.strategy), score, counters))
             except ManyhandsError as error:
                 runs.append(FailedTrial(place=trial.place, repeat=trial.repeat, sentence=str(error)))
     except (KeyboardInterrupt, SystemExit) as stop:
@@ -242,6 +246,7 @@ def compare(
         scores=score.names if score is not None else (),
         devices=[request.plan.device for request in requests] if len(settings.devices) > 1 else (),
     )
+    found = dataclasses.replace(found, no_energy=next((why for _, why in energy.values() if why), ""))
     measured = [run for run in runs if isinstance(run, Measured)]
     notes = [*left_out, *(f"{found.rows[run.place].name}: {note}" for run in measured for note in run.notes)]
     return Comparison(
@@ -322,9 +327,15 @@ def _whole_request(task: AnyTask, strategy: Strategy, settings: CompareSettings,
         return Request.make(*about, options, device)
 
 
-def _run(trial: Trial, request: Request, folder: Path, score: Score | None) -> Measured:
+def _run(
+    trial: Trial, request: Request, folder: Path, score: Score | None, counters: Sequence[EnergyCounter]
+) -> Measured:
     plan, in_rounds = request.plan, request.strategy.facts.counts_rounds
-    with warnings.catch_warnings(record=True) as caught:  # kept for the report: a terminal would lose them
+    meter = EnergyMeter(counters)
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        meter,
+    ):  # kept for the report: a terminal would lose them
         warnings.simplefilter("always", UserWarning)
         try:
             run = fit(
@@ -343,5 +354,5 @@ def _run(trial: Trial, request: Request, folder: Path, score: Score | None) -> M
         except Exception as error:  # the task's own, under `single`; elsewhere a worker's failure names it
             raise ManyhandsError(f"{type(error).__name__}: {error}") from error
     said = tuple(str(one.message) for one in caught if issubclass(one.category, UserWarning))
-    measured = measure(trial, folder, request.strategy, said)
+    measured = dataclasses.replace(measure(trial, folder, request.strategy, said), joules=meter.joules)
     return measured.scored(score.of(run.model)) if score is not None else measured
