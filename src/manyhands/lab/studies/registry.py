@@ -6,5 +6,9 @@ from typing import Final
 
 __all__ = ["STUDIES"]
 
-STUDIES: Final[dict[str, str]] = {}
+STUDIES: Final[dict[str, str]] = {
+    "gpu": "gpu_study:GPU",
+    "parallelism": "parallelism_study:PARALLELISM",
+    "truck": "truck_study:TRUCK",
+}
 """`module:name` of each study, inside `manyhands.lab.studies`."""
