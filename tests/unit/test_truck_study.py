@@ -102,7 +102,7 @@ def test_what_a_truck_costs_is_told() -> None:
     answer = truck_answer(rows(1, 10, 100, 1000), "digits", "cpu")
     assert answer.figures["saturates_at"] == {"training": 100, "inference": 100}
     assert answer.sentences[1].startswith(
-        "Inference saturates at a batch of 100: 9.09e+03 inputs/s, 10 times those of batch 1, for 10 times the latency"
+        "Inference saturates at a batch of 100: 9,091 inputs/s, 10 times those of batch 1, for 10 times the latency"
     )
     assert any("holds for the measured batches to 0.0%" in sentence for sentence in answer.sentences)
     assert "too many" in {cell for row in answer.tables[1].rows for cell in row}

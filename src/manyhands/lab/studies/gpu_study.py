@@ -19,6 +19,7 @@ from manyhands.lab.studies.roofline import (
 )
 from manyhands.lab.studies.study import Study, StudyAnswer, StudyChart, StudyTable
 from manyhands.lab.studies.study_values import counts_of, read_as
+from manyhands.observe.draw.axes import short_number
 from manyhands.observe.draw.charts import Series, line_chart
 from manyhands.workloads.task_options import check_options, option
 
@@ -98,7 +99,8 @@ def gpu_answer(rows: Sequence[StepTimes], about: str, gpu: str, modelled: str) -
         sentences.append(f"{is_faster} faster than this processor {where} ({how}).")
         best = max(rows, key=_gain)
         sentences.append(
-            f"The GPU gains most at width {best.width:,} and batch {best.batch:,}: {_gain(best):.3g} times as fast."
+            f"The GPU gains most at width {best.width:,} and batch {best.batch:,}: {short_number(_gain(best))} times "
+            "as fast."
         )
     if not gpu:
         sentences.append(
@@ -141,7 +143,7 @@ def _where_faster(points: Mapping[int, float | None], batches: Sequence[int]) ->
         elif batch <= batches[0]:
             said.append(f"at width {width:,} from batch {batches[0]:,} on, the smallest")
         else:
-            said.append(f"at width {width:,} from a batch of about {batch:.3g} on")
+            said.append(f"at width {width:,} from a batch of about {short_number(batch)} on")
     return "; ".join(said)
 
 
@@ -160,7 +162,7 @@ def _table(rows: Sequence[StepTimes], measured: bool, modelled: bool) -> StudyTa
         for seconds in times:
             shown += [format_seconds(seconds or 0.0), f"{row.flops / (seconds or 1.0) / 1e9:,.3g}"]
         shown += [format_seconds(row.modelled_s or 0.0)] * modelled
-        cells.append((*shown, *([f"{_gain(row):.3g}"] * (measured or modelled))))
+        cells.append((*shown, *([short_number(_gain(row))] * (measured or modelled))))
     return StudyTable(title="A training step", head=tuple(head), rows=tuple(cells))
 
 

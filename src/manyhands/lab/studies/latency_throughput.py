@@ -12,6 +12,7 @@ from manyhands.errors import format_seconds
 from manyhands.facts import ComputeTime
 from manyhands.lab.studies.batch_queue import BatchRule, finish_times, random_arrivals
 from manyhands.lab.studies.study import StudyAnswer, StudyChart, StudyTable
+from manyhands.observe.draw.axes import short_number
 from manyhands.observe.draw.charts import Series, line_chart
 
 __all__ = ["BatchTimes", "LoadedQueue", "queues_under_load", "saturating", "truck_answer"]
@@ -66,7 +67,7 @@ def queues_under_load(seconds_of: Callable[[float], float], truck: int) -> list[
     """A server that takes one at a time, one that takes who waits, and one that waits until its batch is full."""
     rules = (
         BatchRule(name="one at a time", most=1),
-        BatchRule(name=f"who waits, up to {truck}", most=truck),
+        BatchRule(name=f"who waits (up to {truck})", most=truck),
         BatchRule(name=f"only full batches of {truck}", most=truck, wait_s=math.inf),
     )
     found = []
@@ -118,9 +119,9 @@ def _saturation(
     batches = [row.batch for row in rows]
     at = batches.index(saturating(batches, rates))
     said = (
-        f"{what} saturates at a batch of {batches[at]:,}: {rates[at]:,.3g} {noun}/s, {rates[at] / rates[0]:.3g} times "
-        f"those of batch {batches[0]:,}, for {took_s[at] / took_s[0]:.3g} times the latency "
-        f"({format_seconds(took_s[at])} instead of {format_seconds(took_s[0])})"
+        f"{what} saturates at a batch of {batches[at]:,}: {short_number(rates[at])} {noun}/s, "
+        f"{rates[at] / rates[0]:.3g} times those of batch {batches[0]:,}, for {took_s[at] / took_s[0]:.3g} times the "
+        f"latency ({format_seconds(took_s[at])} instead of {format_seconds(took_s[0])})"
     )
     grows = len(rates) > 1 and max(rates) == rates[-1] > rates[-2] / _NEARLY
     return f"{said}; the largest batch still gained, so larger ones may be faster." if grows else f"{said}."
@@ -134,11 +135,11 @@ def _about_queues(queues: Sequence[LoadedQueue], inference: ComputeTime, truck: 
     calm = min(car)
     at_calm = ", ".join(f"{rule} within {format_seconds(of_rule[calm])}" for rule, of_rule in p99_s.items())
     enough = [rate for rate, seconds in full.items() if seconds <= flexible[rate] / _NEARLY]
-    when = f"pays from {min(enough):,.3g} inputs/s on" if enough else "never pays"
+    when = f"pays from {short_number(min(enough))} inputs/s on" if enough else "never pays"
+    most = [short_number(batch / inference.seconds(batch)) for batch in (1, truck)]
     return [
-        f"A server that takes one input at a time takes up to {1 / inference.seconds(1):,.3g} inputs/s, one with "
-        f"batches of {truck} up to {truck / inference.seconds(truck):,.3g}. At {calm:,.3g} inputs/s 99 % are answered: "
-        f"{at_calm}. Waiting for full batches {when}."
+        f"A server that takes one input at a time takes up to {most[0]} inputs/s, one with batches of {truck} up to "
+        f"{most[1]}. At {short_number(calm)} inputs/s 99 % are answered: {at_calm}. Waiting for full batches {when}."
     ]
 
 

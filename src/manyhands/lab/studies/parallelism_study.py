@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from manyhands.errors import UserError, num_of
 from manyhands.foresight.work_depth import Op, WorkDepth, work_depth
 from manyhands.lab.studies.study import Study, StudyAnswer, StudyChart, StudyTable
+from manyhands.observe.draw.axes import short_number
 from manyhands.observe.draw.charts import Series, line_chart
 from manyhands.workloads.task_options import CheckedOptions, option
 
@@ -58,19 +59,20 @@ def answer_of_ops(traces: dict[int, Sequence[Op]], name: str) -> StudyAnswer:
         for part in ("forward", "backward")
     )
     sentences = [
-        f"A step of {name} on {num_of(many, 'sample')} has parallelism {_short(steps[_WHOLE, many].parallelism)} "
-        f"where an operator of torch is not divided ({_short(forward.parallelism)} in forward, "
-        f"{_short(backward.parallelism)} in backward): operators that do not need each other, on any number of "
+        f"A step of {name} on {num_of(many, 'sample')} has parallelism {short_number(steps[_WHOLE, many].parallelism)} "
+        f"where an operator of torch is not divided ({short_number(forward.parallelism)} in forward, "
+        f"{short_number(backward.parallelism)} in backward): operators that do not need each other, on any number of "
         "processors, make it no faster than that.",
-        f"Inside the operators it is {_short(inside.parallelism)}: the longest chain of single operations has "
-        f"{_short(inside.depth)} of {_short(inside.work)}. Splitting batches and matrices is what has much to gain.",
+        f"Inside the operators it is {short_number(inside.parallelism)}: the longest chain of single operations has "
+        f"{short_number(inside.depth)} of {short_number(inside.work)}. Splitting batches and matrices has much "
+        "to gain.",
     ]
     if few < many:
         alone = steps[_SINGLE, few]
         sentences.append(
-            f"A batch of {many:,} instead of {few:,} does {_short(inside.work / alone.work)} times the work in "
-            f"{_short(inside.depth / alone.depth)} times the depth, so parallelism grows "
-            f"{_short(inside.parallelism / alone.parallelism)} times: samples wait for each other only in sums."
+            f"A batch of {many:,} instead of {few:,} does {short_number(inside.work / alone.work)} times the work in "
+            f"{short_number(inside.depth / alone.depth)} times the depth, so parallelism grows "
+            f"{short_number(inside.parallelism / alone.parallelism)} times: samples wait for each other only in sums."
         )
     sentences.append(
         "Counted from shapes, not measured: memory, communication and the optimizer take no time here, so these are "
@@ -107,9 +109,9 @@ def _parts_table(parts: Sequence[StepPart]) -> StudyTable:
                 one.pieces,
                 f"{one.samples:,}",
                 one.part,
-                _short(one.bounds.work),
-                _short(one.bounds.depth),
-                _short(one.bounds.parallelism),
+                short_number(one.bounds.work),
+                short_number(one.bounds.depth),
+                short_number(one.bounds.parallelism),
             )
             for one in parts
         ),
@@ -117,16 +119,15 @@ def _parts_table(parts: Sequence[StepPart]) -> StudyTable:
 
 
 def _bounds_table(steps: dict[tuple[str, int], WorkDepth]) -> StudyTable:
+    def shown(bounds: WorkDepth, processors: int) -> str:
+        return f"{short_number(bounds.at_least(processors))} to {short_number(bounds.at_most(processors))}"
+
     return StudyTable(
-        title="Speed-up of a step on p processors: by Brent's bound at least, and at most",
-        head=("smallest piece", "samples", *(f"p = {one}" for one in _PROCESSORS)),
+        title="Speed-up of a step: at least, by Brent's bound, and at most",
+        head=("processors", *(f"{pieces}, {num_of(samples, 'sample')}" for pieces, samples in steps)),
         rows=tuple(
-            (
-                pieces,
-                f"{samples:,}",
-                *(f"{bounds.at_least(p):.3g} to {bounds.at_most(p):.3g}" for p in _PROCESSORS),
-            )
-            for (pieces, samples), bounds in steps.items()
+            (str(processors), *(shown(bounds, processors) for bounds in steps.values()))
+            for processors in _PROCESSORS
         ),
     )
 
@@ -149,14 +150,6 @@ def _bounds_chart(steps: dict[tuple[str, int], WorkDepth], samples: int) -> Stud
         picture=picture,
         explained="At most: the lesser of p and work / depth. At least: Brent's T(p) ≤ depth + (work - depth) / p.",
     )
-
-
-def _short(value: float) -> str:
-    """Three digits, and a word for the thousands: `1.33e+07` as `13.3 million`."""
-    for unit, size in (("trillion", 1e12), ("billion", 1e9), ("million", 1e6)):
-        if value >= 0.9995 * size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
 
 
 def _run(options: ParallelismOptions, report: Callable[[str], None]) -> StudyAnswer:
