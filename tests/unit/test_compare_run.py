@@ -8,6 +8,7 @@ import torch
 import manyhands as mh
 from manyhands.errors import UserError
 from manyhands.lab.compare.comparison import Progress, Target
+from manyhands.lab.compare.energy import EnergyCounter
 from manyhands.lab.compare.run_comparison import CompareSettings, compare
 
 FEATURES = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
@@ -146,3 +147,14 @@ def test_several_devices_make_a_row_each(tmp_path: Path, monkeypatch: pytest.Mon
     assert [row.name for row in done.figures.rows] == ["single on cpu", "single on cuda"]
     assert [row["device"] for row in done.figures.to_dict()["strategies"]] == ["cpu", "cuda"]
     assert [len(row.runs) for row in done.figures.rows] == [2, 2]
+
+
+def test_joules_are_those_of_the_counters_around_each_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings = iter(range(0, 10**9, 5_000_000))
+    counters = [EnergyCounter("package-0", lambda: next(readings))]
+    monkeypatch.setattr("manyhands.lab.compare.run_comparison.energy_counters", lambda _: (counters, ""))
+    done = compare(task(), "single", out=tmp_path / "c", settings=CompareSettings(steps=4, repeats=2))
+    assert [run.joules for run in done.figures.rows[0].runs] == [5.0, 5.0]
+    assert done.figures.about_energy == ""

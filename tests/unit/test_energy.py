@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from compared import found, measured, reported
 from manyhands.lab.compare.compare_report import cells, columns, report
@@ -95,6 +96,20 @@ def test_why_nothing_is_measured_is_said(tmp_path: Path) -> None:
     assert EnergyMeter(energy_counters("cuda", tmp_path)[0]).joules is None
     zone(tmp_path, "0", "package-0", 1).write_text("much")
     assert "cannot be read" in processor_counters(tmp_path)[1]
+    assert energy_counters("cpu", tmp_path)[1].startswith("Energy is not measurable here: ")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_counts_what_it_takes_to_multiply(tmp_path: Path) -> None:
+    counters, sentence = energy_counters("cuda", tmp_path)
+    assert "GPUs alone" in sentence
+    x = torch.randn(4096, 4096, device="cuda")
+    with EnergyMeter(counters) as meter:
+        for _ in range(200):
+            x = (x @ x).clamp(-1, 1)
+        torch.cuda.synchronize()
+    assert meter.joules is not None
+    assert meter.joules > 0
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

@@ -104,7 +104,9 @@ def test_without_a_gpu_it_says_so_and_marks_what_it_extrapolates() -> None:
 
 def test_a_gpu_that_was_measured_is_named_and_the_roofline_gets_its_error() -> None:
     rows = [
-        StepTimes(width=64, batch=batch, flops=1e6, cpu_s=1e-5 * batch, gpu_s=1e-4, modelled_s=0.9e-4)
+        StepTimes(
+            width=64, batch=batch, flops=1e6, kernels=20, cpu_s=1e-5 * batch, gpu_s=1e-4, modelled_s=0.9e-4
+        )
         for batch in (1, 100)
     ]
     answer = gpu_answer(rows, "", "NVIDIA H200", "67TFLOPS")
@@ -112,6 +114,7 @@ def test_a_gpu_that_was_measured_is_named_and_the_roofline_gets_its_error() -> N
     assert answer.sentences[0].startswith(
         "NVIDIA H200 is faster than this processor at width 64 from a batch of about 10"
     )
+    assert any("5 µs for each of 20 kernels" in sentence for sentence in answer.sentences)
     assert any("off by 10%" in sentence for sentence in answer.sentences)
     assert not any("no GPU" in sentence for sentence in answer.sentences)
 

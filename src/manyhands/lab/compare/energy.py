@@ -80,12 +80,15 @@ class EnergyMeter:
 
 
 def energy_counters(device: str, root: Path = POWERCAP) -> tuple[list[EnergyCounter], str]:
-    """The counters of what computes on `device`, or none, and the reason why not as a part of a sentence."""
+    """The counters of what computes on `device`, and a sentence where some or all are missing."""
     found, reason = processor_counters(root)
-    if found and device.partition(":")[0] == "cuda":
-        of_gpus, reason = _gpu_counters()
-        found = [*found, *of_gpus] if of_gpus else []
-    return found, reason
+    if device.partition(":")[0] == "cuda":
+        of_gpus, no_gpu = _gpu_counters()
+        if of_gpus and not found:
+            return of_gpus, f"Joules of runs on {device} are those of the GPUs alone: {reason}."
+        # The processor's alone would make a GPU look thrifty.
+        found, reason = ([*found, *of_gpus], reason) if of_gpus else ([], no_gpu)
+    return found, f"Energy is not measurable here: {reason}." if reason else ""
 
 
 def processor_counters(root: Path = POWERCAP) -> tuple[list[EnergyCounter], str]:

@@ -147,13 +147,15 @@ class Figures:
     rows: tuple[CompareRow, ...]
     prices: Prices | None = None
     scores: tuple[str, ...] = ()  # what was measured of each run's model at its end besides
-    no_energy: str = ""  # why the energy of a run could not be measured; empty where it could
+    about_energy: str = (
+        ""  # why the energy of runs, or a part of it, could not be measured; empty where it could
+    )
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "target": dataclasses.asdict(self.target) if self.target else None,
             "evaluate_every": self.evaluate_every,
-            "no_energy": self.no_energy,
+            "about_energy": self.about_energy,
             "prices_per_hour": dict(self.prices.per_hour) if self.prices else None,
             "strategies": [_row_dict(row) for row in self.rows],
         }

@@ -34,8 +34,8 @@ def paragraph(found: Figures, slow: Slowdown | None = None, bandwidth: str | Non
         prices.sort(key=lambda one: one[0].median)
         costs = ", ".join(f"{price.median:.3g} by {name}" for price, name in prices)
         sentences.append(f"At {found.prices} an hour, 1,000 steps cost {costs}.")
-    if found.no_energy and rows:
-        sentences.append(f"Energy is not measurable here: {found.no_energy}.")
+    if found.about_energy and rows:
+        sentences.append(found.about_energy)
     for row in found.rows:
         sentences += [f"{row.name} failed: {sentence}." for sentence in row.failures]
     if not rows:

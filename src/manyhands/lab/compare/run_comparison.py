@@ -246,7 +246,8 @@ def compare(
         scores=score.names if score is not None else (),
         devices=[request.plan.device for request in requests] if len(settings.devices) > 1 else (),
     )
-    found = dataclasses.replace(found, no_energy=next((why for _, why in energy.values() if why), ""))
+    about_energy = " ".join(dict.fromkeys(sentence for _, sentence in energy.values() if sentence))
+    found = dataclasses.replace(found, about_energy=about_energy)
     measured = [run for run in runs if isinstance(run, Measured)]
     notes = [*left_out, *(f"{found.rows[run.place].name}: {note}" for run in measured for note in run.notes)]
     return Comparison(

@@ -40,7 +40,9 @@ class GpuOptions:
     device: str = option("cuda", "GPU that is measured, if there is one")
     peak: str | None = option(None, "arithmetic of a GPU that is not here, such as 100TFLOPS", metavar="RATE")
     bandwidth: str | None = option(None, "bandwidth of its memory, such as 1TB/s", metavar="RATE")
-    launch: str | None = option(None, "time to launch one of its kernels, such as 10us", metavar="TIME")
+    launch: str | None = option(
+        None, "time that the host needs to launch a kernel, torch included, such as 10us", metavar="TIME"
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -77,6 +79,7 @@ class StepTimes:
     width: int
     batch: int
     flops: float  # of its products of matrices
+    kernels: int  # that a GPU is given for it
     cpu_s: float
     gpu_s: float | None = None  # measured
     modelled_s: float | None = None  # by the roofline
@@ -106,6 +109,13 @@ def gpu_answer(rows: Sequence[StepTimes], about: str, gpu: str, modelled: str) -
         sentences.append(
             "This machine has no GPU that torch can use, so only the processor's half is measured"
             + ("." if modelled else "; --peak, --bandwidth and --launch extrapolate a GPU's.")
+        )
+    shortest = min((row for row in rows if row.gpu_s), key=lambda row: row.gpu_s or 0.0, default=None)
+    if shortest is not None and shortest.gpu_s:
+        sentences.append(
+            f"Its shortest step takes {format_seconds(shortest.gpu_s)}, "
+            f"{format_seconds(shortest.gpu_s / shortest.kernels)} for each of {shortest.kernels} kernels, which is "
+            "mostly their launch by torch."
         )
     errors = [row.modelled_s / row.gpu_s - 1 for row in rows if row.gpu_s and row.modelled_s]
     if errors:
@@ -209,6 +219,7 @@ def _run(options: GpuOptions, report: Callable[[str], None]) -> StudyAnswer:
                 width=width,
                 batch=batch,
                 flops=step_flops(width, batch, layers),
+                kernels=len(kernels),
                 cpu_s=took[width, batch, "cpu"],
                 gpu_s=took[width, batch, device] if device else None,
                 modelled_s=queued_seconds(kernels, described) if described else None,
