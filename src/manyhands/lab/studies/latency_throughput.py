@@ -118,11 +118,13 @@ def _saturation(
 ) -> str:
     batches = [row.batch for row in rows]
     at = batches.index(saturating(batches, rates))
-    said = (
-        f"{what} saturates at a batch of {batches[at]:,}: {short_number(rates[at])} {noun}/s, "
-        f"{rates[at] / rates[0]:.3g} times those of batch {batches[0]:,}, for {took_s[at] / took_s[0]:.3g} times the "
-        f"latency ({format_seconds(took_s[at])} instead of {format_seconds(took_s[0])})"
-    )
+    said = f"{what} has nearly its best throughput at a batch of {batches[0]:,}: {short_number(rates[0])} {noun}/s"
+    if at:
+        said = (
+            f"{what} saturates at a batch of {batches[at]:,}: {short_number(rates[at])} {noun}/s, "
+            f"{rates[at] / rates[0]:.3g} times those of batch {batches[0]:,}, for {took_s[at] / took_s[0]:.3g} times "
+            f"the latency ({format_seconds(took_s[at])} instead of {format_seconds(took_s[0])})"
+        )
     grows = len(rates) > 1 and max(rates) == rates[-1] > rates[-2] / _NEARLY
     return f"{said}; the largest batch still gained, so larger ones may be faster." if grows else f"{said}."
 
@@ -135,11 +137,12 @@ def _about_queues(queues: Sequence[LoadedQueue], inference: ComputeTime, truck: 
     calm = min(car)
     at_calm = ", ".join(f"{rule} within {format_seconds(of_rule[calm])}" for rule, of_rule in p99_s.items())
     enough = [rate for rate, seconds in full.items() if seconds <= flexible[rate] / _NEARLY]
-    when = f"pays from {short_number(min(enough))} inputs/s on" if enough else "never pays"
+    when = f"hardly more from {short_number(min(enough))} inputs/s on" if enough else "more at every load"
     most = [short_number(batch / inference.seconds(batch)) for batch in (1, truck)]
     return [
         f"A server that takes one input at a time takes up to {most[0]} inputs/s, one with batches of {truck} up to "
-        f"{most[1]}. At {short_number(calm)} inputs/s 99 % are answered: {at_calm}. Waiting for full batches {when}."
+        f"{most[1]}. At {short_number(calm)} inputs/s 99 % are answered: {at_calm}. Waiting for full batches "
+        f"costs {when}."
     ]
 
 
