@@ -169,6 +169,18 @@ ELASTIC = Promises(
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCosts:
+    """What a step of a strategy costs a worker beside computing and moving bytes, as it was measured."""
+
+    step_s: float = 0.0
+    message_s: float = 0.0  # of each message that a worker sends
+    byte_s: float = 0.0
+
+    def seconds(self, messages: float, num_bytes: float) -> float:
+        return self.step_s + self.message_s * messages + self.byte_s * num_bytes
+
+
 @dataclass(frozen=True, kw_only=True)
 class Facts:
     """What the rest of the library knows about a strategy with its settings, besides its word; a default each.
@@ -208,6 +220,8 @@ class Facts:
     uses_links: bool = False
     # Under which name it is measured and remembered what its steps cost beside computing; empty: under its word
     cost_class: str = ""
+    # What that is where it was never measured: between what 2 and 16 cores of x86-64 showed
+    usual_costs: StepCosts = StepCosts()
     # Over how many workers one copy of the parameters, their gradients and the optimizer's state is split
     model_parts: int = 1
     kept_copies: int = 1  # how many copies of parameters and optimizer state servers keep
@@ -355,18 +369,6 @@ class LinkRate:
 
     def seconds(self, num_bytes: float) -> float:
         return self.latency_s + num_bytes / self.bytes_per_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepCosts:
-    """What a step of a strategy costs a worker beside computing and moving bytes, as it was measured."""
-
-    step_s: float = 0.0
-    message_s: float = 0.0  # of each message that a worker sends
-    byte_s: float = 0.0
-
-    def seconds(self, messages: float, num_bytes: float) -> float:
-        return self.step_s + self.message_s * messages + self.byte_s * num_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from manyhands.facts import LinkRate, Machines, TaskProfile
 from manyhands.foresight.plan.described_cluster import DescribedCluster
 from manyhands.foresight.plan.machine_record import MachineRecord
 from manyhands.foresight.plan.plan_search import PlanRow, Question, make_plan
+from manyhands.foresight.plan.step_costs import usual_costs
 from manyhands.foresight.plan.track_record import SeenStep, TrackRecord, cost_class
 from manyhands.strategies.auto.promised import Must
 from manyhands.strategies.auto.strategy import Auto
@@ -96,7 +97,10 @@ class AutoChoice:
         """
         workers = self.request.workers
         per_host = max(profiles)
-        machines = Machines(hosts=self.hosts, per_host=per_host, costs=self.record.costs(workers) or {})
+        here = Machines(per_host=per_host)
+        machines = Machines(
+            hosts=self.hosts, per_host=per_host, costs=self.record.costs(workers) or usual_costs(here)
+        )
         if self.hosts > 1:
             machines = self._with_links(machines, profiles[per_host], first_s)
 

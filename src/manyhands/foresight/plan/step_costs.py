@@ -25,7 +25,7 @@ from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy
 from manyhands.task import Task
 
-__all__ = ["CostSample", "fitted_costs", "measured_costs", "stack", "try_steps"]
+__all__ = ["CostSample", "fitted_costs", "measured_costs", "stack", "try_steps", "usual_costs"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +92,11 @@ def stack(layers: int, width: int, batch_size: int) -> Task:
 _ROUNDS = 2
 _SECONDS = 0.25  # of each trial
 _FEWEST, _MOST = 16, 1000  # steps of a trial
+
+
+def usual_costs(machines: Machines) -> dict[str, StepCosts]:
+    """Of each kind of strategy on a usual machine."""
+    return {cost_class(one): one.facts.usual_costs for one in _tried_for(machines)}
 
 
 def measured_costs(machines: Machines, say: Callable[[str], None] = lambda _: None) -> dict[str, StepCosts]:

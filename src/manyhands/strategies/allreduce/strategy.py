@@ -15,6 +15,7 @@ from manyhands.facts import (
     Machines,
     ModelFootprint,
     PredictedStep,
+    StepCosts,
     Stepping,
     TaskProfile,
     Truth,
@@ -297,6 +298,7 @@ class AllReduce(Strategy):
             leaves_steps_out=not (urgent or self.elastic),
             uses_links=self._uses_links,
             cost_class="allreduce by links" if self._uses_links else "mirrored",
+            usual_costs=StepCosts(byte_s=1.5e-10),
             kernels=() if rounds_hops(self.codec) else ("codecs",),
             cannot_clip="order=priority steps the first parameters before the last gradients are there, and clips "
             "nothing"

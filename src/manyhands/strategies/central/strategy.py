@@ -11,6 +11,7 @@ from manyhands.facts import (
     Machines,
     ModelFootprint,
     PredictedStep,
+    StepCosts,
     Stepping,
     TaskProfile,
     Truth,
@@ -60,4 +61,10 @@ class Central(Strategy):
     def facts(self) -> Facts:
         """All workers take every step together; each steps its slice, of pieces where the optimizer allows that."""
         stepping = (Stepping.IN_PIECES, Stepping.APART)
-        return Facts(promises=IN_STEP, stepping=stepping, cannot_cross_hosts="", refused_buffers={})
+        return Facts(
+            promises=IN_STEP,
+            stepping=stepping,
+            usual_costs=StepCosts(step_s=1e-4, byte_s=1.5e-10),
+            cannot_cross_hosts="",
+            refused_buffers={},
+        )

@@ -17,6 +17,7 @@ from manyhands.facts import (
     ModelFootprint,
     PredictedStep,
     Promise,
+    StepCosts,
     TaskProfile,
     Truth,
     WorkerMemory,
@@ -127,6 +128,7 @@ class Local(Strategy):
             what = f"outer={self.outer}" if self._keeps_apart else "gossip"
             instead = f"give mh.fit a Task for {what}"
         return Facts(
+            usual_costs=StepCosts(step_s=4e-4, byte_s=3e-10),
             promises=replace(IN_STEP, same_numbers=same),
             stepwise=self.steps == 1,
             uses_links=self.uses_network or self.gossip,  # memory is averaged in place

@@ -14,6 +14,7 @@ from manyhands.facts import (
     Machines,
     ModelFootprint,
     PredictedStep,
+    StepCosts,
     Stepping,
     TaskProfile,
     Truth,
@@ -85,6 +86,7 @@ class Sharded(Strategy):
     @property
     def facts(self) -> Facts:
         return Facts(
+            usual_costs=StepCosts(step_s=1e-3, message_s=1.7e-4, byte_s=2e-9),
             leaves_steps_out=True,
             promises=IN_STEP,
             stepping=(Stepping.IN_PIECES, Stepping.APART),
