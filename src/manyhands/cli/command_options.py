@@ -100,7 +100,7 @@ class _WholeSentences(TyperGroup):
 
 
 def command_group(**about: Any) -> typer.Typer:
-    return typer.Typer(cls=_WholeSentences, no_args_is_help=True, rich_markup_mode=None, **about)
+    return typer.Typer(**{"cls": _WholeSentences, "no_args_is_help": True, "rich_markup_mode": None, **about})
 
 
 def task_commands(

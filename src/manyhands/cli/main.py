@@ -164,6 +164,10 @@ GROUPS = {
             "sweep_command:sweep_app",
             "Train a built-in task with every combination of some settings, on all cores.",
         ),
+        "study": LazyCommand(
+            "study_command:study_app",
+            "Answer a question about distributed training by an experiment: list the questions, or run one.",
+        ),
         "bench": LazyCommand("bench_command:bench_app", "Benchmark against other libraries."),
     },
     "Machines": {

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from manyhands.errors import UserError
 
-__all__ = ["Rate", "enter", "inside"]
+__all__ = ["Rate", "enter", "inside", "shaped_command", "tool_path", "why_not"]
 
 SHAPED = "MANYHANDS_SHAPED"
 """Set to the rate for the command in the namespace, so that it does not start itself again."""
@@ -81,12 +81,12 @@ def why_not(rate: Rate) -> str | None:
     if not sys.platform.startswith("linux"):
         return f"only Linux has network namespaces, and this is {sys.platform}"
     for tool, package in _TOOLS.items():
-        if shutil.which(tool, path=_path()) is None:
+        if shutil.which(tool, path=tool_path()) is None:
             return f"the program {tool!r} is missing; install {package}"
     try:
         tried = subprocess.run(
             shaped_command(rate, ["true"], as_root=os.geteuid() == 0),
-            env={**os.environ, "PATH": _path()},
+            env={**os.environ, "PATH": tool_path()},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -108,8 +108,9 @@ def enter(rate: Rate, command: Sequence[str]) -> None:
     if reason is not None:
         raise UserError(f"--bandwidth: this machine cannot shape its loopback: {reason}")
     chosen = shaped_command(rate, command, as_root=os.geteuid() == 0)
-    os.execvpe(chosen[0], chosen, {**os.environ, "PATH": _path(), SHAPED: str(rate)})
+    os.execvpe(chosen[0], chosen, {**os.environ, "PATH": tool_path(), SHAPED: str(rate)})
 
 
-def _path() -> str:
+def tool_path() -> str:
+    """The search path with the folders of administrators' programs, which a user's may lack."""
     return os.pathsep.join([os.environ.get("PATH", os.defpath), *_ADMIN_PATHS])

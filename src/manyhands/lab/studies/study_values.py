@@ -1,25 +1,33 @@
-"""What studies share: options as text, read into numbers. A UserError names the option and what it may be."""
+"""What studies share: options as text, read into numbers, and the cores that a live run has.
+
+A UserError names the option and what it may be.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 from manyhands.errors import UserError
 from manyhands.lab.sweep.trials import flag, parse_values
 
-__all__ = ["counts_of", "read_as"]
+__all__ = ["counts_of", "numbers_of", "read_as", "using_cores"]
 
 V = TypeVar("V")
 
 
 def counts_of(name: str, text: str) -> list[int]:
     """`1,2,4` as increasing integers of at least 1."""
-    values = read_as(name, text, lambda one: parse_values(one, ","))
-    for value in values:
-        if not value.isascii() or not value.isdecimal() or int(value) < 1:
-            raise UserError(f"{flag(name)} {value!r} is not an integer of at least 1; write several as 1,2,4")
-    return sorted({int(value) for value in values})
+    return sorted(
+        {int(value) for value in _valid(name, text, lambda one: one.isdecimal() and int(one) > 0, "1,2,4")}
+    )
+
+
+def numbers_of(name: str, text: str) -> list[float]:
+    """`0,0.5,2` as increasing numbers of at least 0."""
+    return sorted({float(value) for value in _valid(name, text, _is_number, "0,0.5,2")})
 
 
 def read_as(name: str, text: str, read: Callable[[str], V]) -> V:
@@ -28,3 +36,30 @@ def read_as(name: str, text: str, read: Callable[[str], V]) -> V:
         return read(text)
     except UserError as error:
         raise UserError(f"{flag(name)}: {error}") from None
+
+
+@contextmanager
+def using_cores(count: int) -> Iterator[None]:
+    """Processes that are started meanwhile have so many cores, or all: a worker brings one, and torch no second thread.
+
+    A lone worker would otherwise compute with all cores, and seem as fast as several.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[:count])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def _is_number(text: str) -> bool:
+    return text.replace(".", "", 1).isdecimal()
+
+
+def _valid(name: str, text: str, is_valid: Callable[[str], bool], example: str) -> Sequence[str]:
+    values = read_as(name, text, lambda one: parse_values(one, ","))
+    for value in values:
+        if not value.isascii() or not is_valid(value):
+            at_least = "an integer of at least 1" if "." not in example else "a number of at least 0"
+            raise UserError(f"{flag(name)} {value!r} is not {at_least}; write several as {example}")
+    return values
