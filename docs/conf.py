@@ -18,7 +18,7 @@ html_show_copyright = False
 CONTENTS = {
     "Start": "tour/README concepts tasks choosing plan",
     "Train": "machines callbacks run-directory memory placement own-loop drop-in lightning hugging-face accelerate",
-    "Look": "seeing compare faults replay simulator",
+    "Look": "seeing compare studies faults replay simulator",
     "Strategies": "allreduce central parameter-server hogwild local pipeline tensor codecs",
     "Federated learning": "federated federated-deployment",
     "Workloads and models": "words regression svd gbdt after-training",

@@ -266,7 +266,8 @@ def _about_soonest(rows: Sequence[GeoRow], target: float, where: str) -> list[st
     leanest = min(reached, key=lambda row: row.num_bytes or 0.0)
     said = [
         f"Over {where}, {soonest.strategy} is at a loss of {target:.4g} first, after "
-        f"{format_seconds(soonest.seconds or 0)}; {leanest.strategy} sends the least for it, {format_bytes(round(leanest.num_bytes or 0))} a worker."
+        f"{format_seconds(soonest.seconds or 0)}; {leanest.strategy} sends the least for it, "
+        f"{format_bytes(round(leanest.num_bytes or 0))} a worker."
     ]
     first = rows[0]
     if first.seconds and soonest is not first:

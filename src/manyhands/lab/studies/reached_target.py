@@ -74,17 +74,16 @@ def crossing(xs: Sequence[float], one: Sequence[float | None], other: Sequence[f
 
     A value of None is worse than any other.
     """
-    above = [_difference(a, b) for a, b in zip(one, other, strict=True)]
-    if above[0] > 0:
+    ends = [(x, _difference(a, b), None in (a, b)) for x, a, b in zip(xs, one, other, strict=True)]
+    if ends[0][1] > 0:
         return xs[0]
-    for (x, before), (beyond, after) in pairwise(zip(xs, above, strict=True)):
+    for (x, before, is_open), (beyond, after, opens) in pairwise(ends):
         if after > 0:
-            share = 1.0 if after == float("inf") or before == float("-inf") else -before / (after - before)
-            return x + share * (beyond - x)
+            return beyond if is_open or opens else x - before / (after - before) * (beyond - x)
     return None
 
 
 def _difference(one: float | None, other: float | None) -> float:
     if one is None or other is None:
-        return 0.0 if one is other else float("inf") if one is None else float("-inf")
+        return float(one is None) - float(other is None)
     return one - other
