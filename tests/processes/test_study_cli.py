@@ -48,7 +48,7 @@ def test_servers(tmp_path: Path) -> None:
     words = ("--workers", "1,2", "--servers", "1", "--far-servers", "1,2", "--most-workers", "32")
     found, said = study(tmp_path, "servers", "--task", "line", *words, "--seconds", "0.2", "--repeats", "1")
     assert [(pair["workers"], pair["servers"]) for pair in found["live"]] == [(1, 1), (2, 1)]
-    assert found["live"][0]["error"] == pytest.approx(0.0, abs=1e-6)  # fitted to it
+    assert found["live"][0]["error"] < 1e-6  # fitted to it, where the parts that are known take no longer
     assert all(pair["rate"] > 0 for pair in found["live"])
     for closed, simulated in zip(found["closed_form"], found["simulated"], strict=True):
         rates = dict(zip(closed["workers"], closed["batches_per_s"], strict=True))
@@ -119,6 +119,7 @@ def test_an_interrupted_study_says_one_sentence(tmp_path: Path) -> None:
     [
         (["serverz"], "serverz"),
         (["servers", "--workers", "none"], "--workers 'none' is not an integer of at least 1"),
+        (["servers", "--workers", "100000"], "--workers: workers=100000: the run needs about"),
         (["servers", "--repeats", "two"], "repeats is 'two'; it must be an integer"),
         (["consistency", "--task", "digitz"], "digitz"),
         (["geo", "--strategies", "hogwild"], "--strategies hogwild"),

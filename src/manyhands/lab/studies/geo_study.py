@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from manyhands.errors import UserError, format_bytes, format_seconds, num_of
 from manyhands.lab.studies.reached_target import LossCurve, common_target, mean_step_s
 from manyhands.lab.studies.study import Study, StudyAnswer, StudyChart, StudyTable
-from manyhands.lab.studies.study_values import read_as
+from manyhands.lab.studies.study_values import read_as, require_room
 from manyhands.lab.sweep.trials import parse_values
 from manyhands.observe.draw.charts import Series, bar_chart, line_chart
 from manyhands.workloads.task_options import check_options, option
@@ -96,6 +96,7 @@ def _run(options: GeoOptions, say: Callable[[str], None]) -> StudyAnswer:
     task, strategies = build(options.task), options.parsed()
     say("measuring the task")
     found = estimate(task)
+    require_room(task, strategies[0], options.workers)
     profile = measure_profile(task, found.footprint, units_of(found.model), options.workers).profile
     for strategy in strategies:  # what has no model is said before anything is trained
         link_seconds(strategy, profile, options.workers, options.link)

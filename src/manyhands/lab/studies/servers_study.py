@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from manyhands.errors import UserError, format_seconds, num_of
 from manyhands.lab.studies.study import Study, StudyAnswer, StudyChart, StudyTable
-from manyhands.lab.studies.study_values import counts_of, read_as, using_cores
+from manyhands.lab.studies.study_values import counts_of, read_as, require_room, using_cores
 from manyhands.observe.draw.charts import Series, line_chart
 from manyhands.workloads.task_options import check_options, option
 
@@ -94,9 +94,13 @@ def _run(options: ServersOptions, say: Callable[[str], None]) -> StudyAnswer:
     Strategy.parse(f"ps consistency={options.consistency}").check(1, "cpu")
     say("measuring the task on one worker")
     found = estimate(task)
+    most = Strategy.parse(f"ps servers={max(counts_of('servers', options.servers))}")
+    require_room(task, most, max(counts_of("workers", options.workers)))
+    counts = counts_of("workers", options.workers)
+    parts = counts if most.facts.stepwise else []  # a part of a batch takes more than its share of the time
     with using_cores(1):
         profile = measure_profile(
-            task, found.footprint, units_of(found.model), 1, seconds=options.seconds
+            task, found.footprint, units_of(found.model), 1, parts=parts, seconds=options.seconds
         ).profile
     alone = ServerModel(profile=profile, consistency=options.consistency, cores=len(usable_cores()))
     seen = _run_pairs(task, options, alone, say)

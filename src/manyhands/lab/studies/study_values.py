@@ -1,4 +1,4 @@
-"""What studies share: options as text, read into numbers, and the cores that a live run has.
+"""What studies share: options as text, read into numbers, and the room and the cores of live runs.
 
 A UserError names the option and what it may be.
 """
@@ -6,14 +6,18 @@ A UserError names the option and what it may be.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from manyhands.errors import UserError
+from manyhands.errors import Overload, UserError
 from manyhands.lab.sweep.trials import flag, parse_values
 
-__all__ = ["counts_of", "numbers_of", "read_as", "using_cores"]
+if TYPE_CHECKING:
+    from manyhands.strategy import Strategy
+
+__all__ = ["counts_of", "numbers_of", "read_as", "require_room", "using_cores"]
 
 V = TypeVar("V")
 
@@ -50,6 +54,21 @@ def using_cores(count: int) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, cores)
+
+
+def require_room(task: Any, strategy: Strategy, workers: int) -> None:
+    """UserError where so many live workers of `task` do not fit on this host."""
+    from manyhands.engine.options import Options
+    from manyhands.engine.request import Length, Request
+    from manyhands.engine.session import check_capacity_for
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of batches too small for so many workers: the runs will say it
+        request = Request.make(task, strategy, workers, Length(steps=1), 0, Options(), "cpu")
+    try:
+        check_capacity_for(request, task.model())
+    except Overload as error:
+        raise UserError(f"--workers: {str(error).partition('; use fewer')[0]}; give fewer") from None
 
 
 def _is_number(text: str) -> bool:
