@@ -20,7 +20,6 @@ from manyhands.cli.command_options import (
     option,
 )
 from manyhands.cli.program import spare_the_compiler
-from manyhands.cli.runs import ended_by_signal, leave_findings, start_own_workers, status_line
 from manyhands.lab.studies.registry import STUDIES, load_study
 from manyhands.lab.studies.study import Study, StudyAnswer
 from manyhands.observe.draw import paper
@@ -35,6 +34,7 @@ class _StudyOptions:
 
 
 def _run(study: Study[Any], given: Mapping[str, Any], common: _StudyOptions) -> None:
+    from manyhands.cli.runs import ended_by_signal, leave_findings, start_own_workers, status_line
     from manyhands.data.store.atomic import require_empty
     from manyhands.observe.draw.time_table import words_table
 
@@ -42,6 +42,7 @@ def _run(study: Study[Any], given: Mapping[str, Any], common: _StudyOptions) -> 
     out = common.out or fresh_directory(f"study-{study.name}")
     require_empty(out)
     spare_the_compiler()
+    start_own_workers()
     with (
         ended_by_signal(lambda: f"start again with: {command_anywhere(sys.argv)}"),
         status_line() as say,
@@ -84,7 +85,6 @@ def _explained(sentence: str) -> str:
 
 def _list(context: typer.Context) -> None:
     if context.invoked_subcommand is not None:
-        start_own_workers()
         return
     widest = max(map(len, STUDIES))
     for name in STUDIES:
