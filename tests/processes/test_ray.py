@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import manyhands as mh
-from equality import OPTIMIZERS, make_task
+from equality import OPTIMIZERS, distance, make_task
 
 pytest.importorskip("ray", reason="Ray is an extra: pip install 'manyhands[ray]'")
 
@@ -33,3 +33,11 @@ def test_a_run_on_ray_has_the_weights_of_local_processes_to_the_bit() -> None:
         assert torch.equal(ours, here.model.state_dict()[name]), name
     assert there.history.loss == here.history.loss
     assert not ray.is_initialized(), "a Ray of the run's own ends with it"
+
+
+def test_auto_tries_plans_on_ray_and_keeps_the_numbers_of_one_process() -> None:
+    task = make_task(OPTIMIZERS["momentum"])
+    alone = mh.fit(task, "single", workers=1, steps=1500)
+    there = mh.fit(task, "auto shortest=0", workers=2, steps=1500, cluster="ray")
+    assert len(there.summary["auto"]["tried"]) > 1
+    assert distance(there.model.state_dict(), alone.model.state_dict()) < 1e-9
