@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from manyhands.engine.profiler import TorchProfiler
     from manyhands.engine.run import History, Run
     from manyhands.errors import ManyhandsError, UserError
+    from manyhands.foresight.plan.planning import plan
     from manyhands.interop.own_loop.join import join
     from manyhands.places.external.specification import ClusterSpec
     from manyhands.places.local.template import warm
@@ -86,6 +87,7 @@ __all__ = [
     "join",
     "load",
     "place",
+    "plan",
     "replay",
     "start",
     "warm",
@@ -103,6 +105,7 @@ _NAMES_IN = {
     "engine.placement.placed": ("place",),
     "engine.profiler": ("TorchProfiler",),
     "engine.run": ("History", "Run"),
+    "foresight.plan.planning": ("plan",),
     "errors": ("ManyhandsError", "UserError"),
     "interop.own_loop.join": ("join",),
     "places.external.specification": ("ClusterSpec",),
@@ -121,7 +124,7 @@ _MODULES = {"hooks": "interop.hooks", "sklearn": "workloads.estimators", "tasks"
 def __getattr__(name: str) -> object:
     # What starts workers: what is missing is compiled in several processes, before modules are imported that would
     # compile it in this one.
-    if name in ("fit", "join", "start", "warm") and "manyhands.native.waiting" not in sys.modules:
+    if name in ("fit", "join", "plan", "start", "warm") and "manyhands.native.waiting" not in sys.modules:
         import_module("manyhands.native.warming").prepare("fit")
     if name in _MODULE_OF:
         return getattr(import_module(f"manyhands.{_MODULE_OF[name]}"), name)

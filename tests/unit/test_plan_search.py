@@ -36,6 +36,11 @@ price = 1.5
 [links]
 inside = { latency = "5us", bandwidth = "10GB/s" }
 between = { latency = "50us", bandwidth = "8Gbit/s" }
+
+[devices.h100]
+peak = "989TFLOPS"
+bandwidth = "3TB/s"
+efficiency = 0.5
 """
 
 
@@ -100,7 +105,20 @@ def test_a_file_is_read_in_the_units_that_people_write(tmp_path: Path) -> None:
         ("hosts = 4", "hosts = 0", 2, "hosts=0 must be an integer of at least 1"),
         ("hosts = 4", "hosts = true", 2, "hosts=True must be an integer"),
         ('"2GiB"', "2", 5, "memory=2 has no unit"),
-        ("price = 1.5", 'device = "h100"', 6, "there is no device; allowed: hosts"),
+        ("price = 1.5", 'adds = "8"', 6, "adds='8' is not a rate above 0 with a unit"),
+        ("price = 1.5", 'adds = "-1GB/s"', 6, "adds='-1GB/s' is not a rate above 0"),
+        (
+            "speed = 3",
+            'device = "h10"',
+            4,
+            "device='h10' is not described; allowed: h100; did you mean 'h100'?",
+        ),
+        ("price = 1.5", 'device = "h100"', 4, "leave speed or device out"),
+        ('bandwidth = "3TB/s"', 'bandwidth = "3"', 14, "bandwidth='3' is not a rate above 0"),
+        ('"989TFLOPS"', '"989"', 13, "peak='989' is not a rate above 0 with a unit; write it as 989TFLOPS"),
+        ("efficiency = 0.5", "efficiency = 1.5", 15, "efficiency=1.5 must be at most 1"),
+        ("efficiency = 0.5", "", 12, "has no efficiency"),
+        ("efficiency = 0.5", "efficient = 0.5", 15, "there is no devices.h100.efficient; allowed: peak"),
         ("price = 1.5", "price = inf", 6, "price=inf must be a number of at least 0"),
     ],
 )
@@ -114,6 +132,19 @@ def test_a_mistake_in_the_file_is_one_sentence_with_its_line(
     assert str(caught.value).startswith(f"cluster file {path}, line {line}: ")
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_device_is_found_by_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(GOOD.replace("speed = 3", 'device = "h100"'))
+    found = DescribedCluster.from_file(path).device
+    assert found is not None
+    assert (found.flops_per_s, found.bytes_per_s, found.efficiency) == (989e12, 3e12, 0.5)
+    path.write_text(path.read_text().replace('memory = "2GiB"', "") + 'memory = "80GiB"\nlaunch = "7us"\n')
+    cluster = DescribedCluster.from_file(path)
+    assert cluster.memory == 80 << 30
+    assert cluster.device is not None
+    assert cluster.device.launch_s == pytest.approx(7e-6)
 
 
 def test_a_link_that_is_needed_and_a_file_that_is_none(tmp_path: Path) -> None:
@@ -194,6 +225,41 @@ def test_at_a_flip_both_plans_take_the_same_time() -> None:
 
     assert best_with(factor * 1.05) == other
     assert best_with(factor / 1.05) == str(found.best.strategy)
+
+
+@pytest.mark.parametrize("hosts", [2, 8])
+def test_what_wins_on_other_hosts_is_what_a_plan_for_them_says(hosts: int) -> None:
+    here, there = plan(cluster(hosts=4)), plan(cluster(hosts=hosts))
+    said = next(one for one in here.sensitivities if one.startswith(f"On {hosts} hosts, "))
+    times = (there.best.seconds or 0) / (here.best.seconds or 1)
+    assert said.endswith(f"{there.best.strategy} is the fastest: {times:.2f} times the time of a step.")
+
+
+def test_with_the_memory_that_is_said_the_other_plan_wins() -> None:
+    asked: Any = {"strategies": ("mirrored", "sharded")}
+    little = plan(cluster(rate=1e8, memory=80 << 20), **asked)
+    assert "With 97MiB for each worker, mirrored wins." in little.sensitivities
+    enough = plan(cluster(rate=1e8, memory=97 << 20), **asked)
+    assert enough.best.strategy.word == "mirrored"
+    assert "With less than 96.0 MiB for each worker, sharded wins." in enough.sensitivities
+    unknown = plan(cluster(rate=1e8), **asked)
+    assert not any("for each worker" in one for one in unknown.sensitivities)
+
+
+def test_workers_that_a_strategy_cannot_have_are_a_reason_and_no_error() -> None:
+    found = plan(cluster(), workers=(2, 4), strategies=("mirrored", "pipeline stages=4"))
+    assert found.of("pipeline stages=4", 2).reason.startswith("workers=2: must be a multiple of 4")
+    assert found.of("pipeline stages=4", 4).seconds is not None
+
+
+def test_profiles_of_other_machines_keep_the_sizes_that_were_measured() -> None:
+    """A share between two sizes that were measured takes what lies between their times, on slower machines too."""
+    time = ComputeTime.through({4.0: 1.0, 8.0: 1.5, 16.0: 4.0})
+    layer = LayerTimes(name="layer", forward=time, backward=time)
+    model = ModelFootprint(parameters=4, gradients=4, batch_size=16)
+    found = cluster(speed=0.5).scaled(TaskProfile(layers=(layer,), model=model, rest=time))
+    for scaled in (found.layers[0].forward, found.layers[0].backward, found.rest):
+        assert [scaled.seconds(samples) for samples in (4, 6, 12, 16)] == pytest.approx([2.0, 2.5, 5.5, 8.0])
 
 
 def test_a_slow_link_between_hosts_and_many_workers_change_the_choice() -> None:

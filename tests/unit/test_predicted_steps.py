@@ -12,6 +12,8 @@ from manyhands.facts import ComputeTime, LayerTimes, LinkRate, Machines, ModelFo
 from manyhands.foresight.simulate.driver import simulate
 from manyhands.foresight.simulate.simulated_spec import ComputeModel, NetworkModel, SimulationSpec, Timing
 from manyhands.strategies.common import step_times
+from manyhands.strategies.common.collectives.algorithms import ALGORITHMS, grouped
+from manyhands.strategies.common.collectives.schedule_proof import cost
 from manyhands.strategies.common.step_times import (
     all_reduce_s,
     beyond_backward_s,
@@ -105,6 +107,21 @@ def test_workers_of_a_host_share_its_link_to_the_others() -> None:
     assert all_reduce_s("ring", machines, SIZE) == pytest.approx(2 * 7 / 8 * SIZE / RATE, rel=1e-3)
     assert all_reduce_s("direct", machines, SIZE) == pytest.approx(2 * 4 * 4 / 8 * SIZE / RATE, rel=0.1)
     assert all_reduce_s("hierarchical", machines, SIZE) == pytest.approx(2 / 2 * SIZE / RATE, rel=1e-3)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.037, 1e5 / 3])
+@pytest.mark.parametrize("algorithm", ["ring", "direct", "hierarchical"])
+def test_a_play_that_is_kept_is_that_of_the_schedule_itself(algorithm: str, factor: float) -> None:
+    """Links that are all so many times as fast are not played again; the time is as if they were."""
+    machines = Machines(
+        hosts=4,
+        per_host=2,
+        inside=LinkRate(latency_s=ALPHA / 7 / factor, bytes_per_s=3 * RATE * factor),
+        between=LinkRate(latency_s=ALPHA / factor, bytes_per_s=RATE * factor),
+    )
+    known = grouped(2) if algorithm == "hierarchical" else ALGORITHMS[algorithm]
+    played = cost(known, 8, SIZE, 4).time_on(machines)
+    assert all_reduce_s(algorithm, machines, SIZE) == pytest.approx(played, rel=1e-10)
 
 
 def test_buckets_are_filled_from_the_last_layer_on() -> None:

@@ -83,7 +83,7 @@ def lazy_app(groups: Mapping[str, Mapping[str, LazyCommand]], **about: Any) -> t
                     if args[0] == "train":
                         check_training(args[1:])
                     if command.trains:
-                        _prepare(args[1:])
+                        prepare_workers(args[1:])
                 self.add_command(command.made(args[0]), args[0])
             return super().resolve_command(ctx, args)
 
@@ -130,7 +130,7 @@ def forks_workers(words: Sequence[str]) -> bool:
     return workload is None or workload.forks_workers
 
 
-def _prepare(words: Sequence[str]) -> None:
+def prepare_workers(words: Sequence[str]) -> None:
     """Before anything else is imported: kernels, if any are missing, and then what workers are forked from."""
     forks = forks_workers(words)
     workload = find(words[0])

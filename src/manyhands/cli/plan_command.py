@@ -21,15 +21,18 @@ from manyhands.cli.command_options import (
     task_commands,
     write_json,
 )
-from manyhands.cli.runs import ended_by_signal, start_own_workers, status_line
-from manyhands.errors import UserError, format_bytes, format_seconds, num_of
+from manyhands.cli.lazy_commands import prepare_workers
+from manyhands.cli.runs import ended_by_signal, keep_findings, start_own_workers, status_line
+from manyhands.data.store.atomic import require_empty
+from manyhands.errors import UserError, num_of
 from manyhands.lab.sweep.trials import flag, parse_values
+from manyhands.strategies.auto.promised import Must
 from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import check_count, integer, parse_size
 from manyhands.workloads.tasks.builtin import BuiltinTask
 
 if TYPE_CHECKING:
-    from manyhands.foresight.plan.plan_search import PlanLimits, PlanRow
+    from manyhands.foresight.plan.plan_search import PlanLimits
     from manyhands.foresight.plan.planning import TaskPlan
 
 __all__ = ["plan_app"]
@@ -74,14 +77,22 @@ def _plan(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _PlanOp
     workers, devices = _counts(common.workers), _gpus(common.devices)
     if common.steps is not None:
         check_count("steps", common.steps)
-    from manyhands.foresight.plan.planning import plan
-
+    if common.out is not None:
+        require_empty(common.out)
+    if common.verify and common.cluster is not None:
+        raise UserError("verify tries plans on this machine; leave the cluster out")
+    Must.parse(common.must)
+    cluster = _cluster(common)
+    if cluster is None or cluster.device is None:  # the task is measured
+        prepare_workers([entry.name])
     with ended_by_signal(lambda: f"plan again with: {command_anywhere(sys.argv)}"), status_line() as say:
+        from manyhands.foresight.plan.planning import plan
+
         say("reading the data")
         found = plan(
             entry.build(**task_options),
             workers=len(devices) if devices and workers is None else workers,
-            cluster=_cluster(common),
+            cluster=cluster,
             must=common.must,
             strategies=_asked(common),
             memory=parse_size(common.memory) if common.memory else None,
@@ -167,64 +178,40 @@ def _cluster(common: _PlanOptions) -> Any:
     return with_hosts(found, common.hosts) if common.hosts is not None else found
 
 
-_HEAD = ("plan", "step", "±", "in all", "memory", "sends")
-
-
 def _show(task: str, plan: TaskPlan) -> None:
+    from manyhands.foresight.plan.plan_page import plan_cells, plan_head, plan_sentences, plan_title
+
     out = Console(highlight=False)
     if not out.is_terminal:
         out.width = 140
-    cluster, rows = plan.cluster, plan.ranked.rows
-    machines, most = cluster.machines, max(row.workers for row in rows)
-    where = "this machine" if cluster.measured else f"{num_of(machines.hosts, 'host')} of {machines.per_host}"
-    out.print(f"{task} on {num_of(most, 'worker')} · {where} · {plan.steps:,} steps", markup=False)
-    with_price = any(row.price is not None for row in rows)
-    several = len({row.workers for row in rows if row.strategy.most_workers is None}) > 1
+    out.print(plan_title(task, plan), markup=False)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for place, name in enumerate((*_HEAD, *(["price"] if with_price else []))):
+    *head, reason = plan_head(plan)
+    for place, name in enumerate(head):
         table.add_column(name, justify="right" if place else "left", no_wrap=bool(place))
-    table.add_column("why not")
-    for row in rows:
-        price = [] if not with_price else ["–" if row.price is None else f"{row.price:.4g}"]
-        name = f"{row.strategy} · {row.workers}" if several else str(row.strategy)
-        table.add_row(name, *_times(row), *_sizes(row), *price, row.reason)
+    table.add_column(reason)
+    for cells in plan_cells(plan):
+        table.add_row(*cells)
     out.print(table)
-    for sentence in (_about_best(plan), *plan.ranked.sensitivities, *_about_tried(plan), *plan.notes):
+    for sentence in plan_sentences(plan):
         out.print(sentence, markup=False, soft_wrap=True)
-
-
-def _times(row: PlanRow) -> list[str]:
-    if row.seconds is None or row.total_s is None:
-        return ["–"] * 3
-    return [format_seconds(row.seconds), f"{100 * row.error:.0f} %", format_seconds(row.total_s)]
-
-
-def _sizes(row: PlanRow) -> list[str]:
-    sent = "?" if row.sent is None else format_bytes(row.sent) if row.sent else "–"
-    return [format_bytes(row.memory) if row.memory else "–", sent]
-
-
-def _about_best(plan: TaskPlan) -> str:
-    """Where the time of a step of the chosen plan goes."""
-    step = plan.chosen.predicted
-    assert step is not None, "it may be chosen"
-    parts = [f"{100 * part / step.seconds:.0f} % {name}" for name, part in step.parts.items() if part > 0]
-    return f"A step of {plan.strategy}: {', '.join(parts)}."
-
-
-def _about_tried(plan: TaskPlan) -> list[str]:
-    return [
-        f"{one.row.strategy}: {format_seconds(one.seen_s)} a step were seen, {format_seconds(one.row.seconds or 0.0)} "
-        f"predicted ({100 * ((one.row.seconds or 0.0) / one.seen_s - 1):+.0f} %)."
-        for one in plan.tried
-    ]
 
 
 def _write(task: str, options: dict[str, str], plan: TaskPlan, common: _PlanOptions) -> None:
     from manyhands.foresight.plan.plan_file import plan_record
+    from manyhands.foresight.plan.plan_page import plan_page
 
     record = plan_record(task, options, plan)
-    write_json(common.json_file, record)
+    if common.out is None:
+        write_json(common.json_file, record)
+        return
+    page = keep_findings(
+        common.out,
+        common.json_file,
+        record,
+        lambda command, facts: plan_page(task, plan, command, facts),
+    )
+    print(f"page  {page}")
 
 
-plan_app = task_commands(_plan, "TaskPlan the training of {help}.", callback=start_own_workers)
+plan_app = task_commands(_plan, "Plan the training of {help}.", callback=start_own_workers)

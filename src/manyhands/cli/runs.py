@@ -37,6 +37,7 @@ __all__ = [
     "RunOptions",
     "ended_by_signal",
     "ignored_variables",
+    "keep_findings",
     "leave_findings",
     "leave_if_evaluator",
     "leave_report",
@@ -204,6 +205,24 @@ def progress_line(
         yield report
 
 
+def keep_findings(
+    out: Path,
+    json_file: Path | None,
+    figures: Mapping[str, Any],
+    page: Callable[[str, Mapping[str, str]], str],
+) -> Path:
+    """Write report (by `page`) and figures into `out` and to `json_file`; the report's path."""
+    from manyhands.lab.compare.compare_report import machine
+
+    command, facts = shlex.join(["manyhands", *sys.argv[1:]]), machine()
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "report.html"
+    write_atomically(path, [page(command, facts).encode()])
+    for file in (out / "figures.json", json_file):
+        write_json(file, {**figures, "command": command, "machine": facts})
+    return path
+
+
 def leave_findings(
     out: Path,
     json_file: Path | None,
@@ -213,15 +232,7 @@ def leave_findings(
     page: Callable[[str, Mapping[str, str]], str],
 ) -> None:
     """Write report (by `page`) and figures into `out` and to `json_file`; print the tables and what they show."""
-    from manyhands.data.store.atomic import write_atomically
-    from manyhands.lab.compare.compare_report import machine
-
-    command, facts = shlex.join(["manyhands", *sys.argv[1:]]), machine()
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / "report.html"
-    write_atomically(path, [page(command, facts).encode()])
-    for file in (out / "figures.json", json_file):
-        write_json(file, {**figures, "command": command, "machine": facts})
+    path = keep_findings(out, json_file, figures, page)
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH)

@@ -8,6 +8,7 @@ samples are computed with real tensors and scaled.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -69,9 +70,11 @@ def require_trainable(task: AnyTask, strategy: Strategy, workers: int, found: Es
 
 
 def refusal(task: AnyTask, strategy: Strategy, workers: int, found: Estimate) -> str:
-    """Why `train` would reject it; empty where it would not."""
+    """Why `train` would reject it; empty where it would not. What it would warn of, it says when it trains so."""
     try:
-        require_trainable(task, strategy, workers, found)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            require_trainable(task, strategy, workers, found)
     except UserError as error:
         return str(error)
     return ""

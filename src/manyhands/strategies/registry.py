@@ -27,6 +27,8 @@ class StrategyEntry:
     """What cuts a trained model for serving in parts; empty where it does not."""
     traffic: str = ""
     """What finds the traffic of a step of a traced model, for `Strategy.sends`; empty where it is not modelled."""
+    drawing: str = ""
+    """What draws the order of its workers' work, as an SVG; empty where that is no schedule."""
     loop: str = ""
     """What joins a loop of the user's own (a `LoopEnd`); empty where that is the training's exchange."""
 
@@ -57,6 +59,10 @@ class StrategyEntry:
     def load_traffic(self) -> Any:
         """What finds the traffic of a step; None where it is not modelled."""
         return _load(self.traffic) if self.traffic else None
+
+    def load_drawing(self) -> Any:
+        """What draws the schedule of a value; None where it has none."""
+        return _load(self.drawing) if self.drawing else None
 
     def load_loop(self) -> Any:
         """What joins a loop of the user's own; None where that is the training's exchange."""
@@ -130,6 +136,7 @@ STRATEGIES: Final[dict[str, StrategyEntry]] = {
         "strategies.pipeline.training:PipelineTraining",
         serving="strategies.pipeline.served_stages:ServedStages",
         traffic="strategies.pipeline.predicted:sent_in_step",
+        drawing="strategies.pipeline.schedule_drawing:strategy_svg",
     ),
     "tensor": StrategyEntry(
         "strategies.tensor.strategy:Tensor",

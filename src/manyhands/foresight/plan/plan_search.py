@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from manyhands.errors import UserError, format_bytes, format_seconds
+from manyhands.errors import UserError, format_bytes, format_seconds, num_of
 from manyhands.facts import LinkRate, Machines, PredictedStep, TaskProfile
 from manyhands.foresight.plan.described_cluster import DescribedCluster
 from manyhands.foresight.plan.track_record import TrackRecord, cost_class
 from manyhands.strategies.auto.promised import Must
 from manyhands.strategies.registry import STRATEGIES
-from manyhands.strategy import Strategy
+from manyhands.strategy import Strategy, enough
 
-__all__ = ["PlanLimits", "PlanRow", "Question", "RankedPlans", "make_plan"]
+__all__ = ["PlanLimits", "PlanRow", "Question", "RankedPlans", "make_plan", "predicted_rows"]
+
+_DOES_NOT_FIT = "does not fit"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,8 +118,18 @@ def make_plan(question: Question) -> RankedPlans:
         raise UserError(_nothing_left(question, ruled_out))
     best = left[0]
     slower = [replace(row, reason=_slower(best, row, len(question.workers) > 1)) for row in left[1:]]
-    said = _sensitivities(question, [one for one in candidates if not one.reason], best)
+    said = [
+        *_sensitivities(question, [one for one in candidates if not one.reason], best),
+        *_with_other_hosts(question, best),
+        *_with_other_memory(question, rows, best),
+    ]
     return RankedPlans(rows=(best, *slower, *ruled_out), sensitivities=tuple(said))
+
+
+def predicted_rows(question: Question) -> list[PlanRow]:
+    """What is predicted of every plan, in no order; those that may not be chosen have their reason."""
+    candidates = [_asked(question, strategy, workers) for strategy, workers in _candidates(question)]
+    return [_row(question, one, question.cluster) for one in candidates]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,7 +173,10 @@ def _asked(question: Question, strategy: Strategy, workers: int) -> _Candidate:
     found = _Candidate(strategy=strategy, workers=workers, machines=machines, profile=profile)
     if reason := question.refuses(strategy, workers):
         return replace(found, reason=reason)
-    memory = max((one.total for one in strategy.needs(profile.model, workers)), default=0)
+    try:
+        memory = max((one.total for one in strategy.needs(profile.model, workers)), default=0)
+    except UserError as error:  # so many workers, which `refuses` has most likely said
+        return replace(found, reason=str(error))
     traffic = strategy.sends(profile.model, workers) if machines.hosts == 1 else None
     if traffic is not None:
         sent = max((one.num_bytes for one in traffic), default=0.0)
@@ -174,7 +189,7 @@ def _asked(question: Question, strategy: Strategy, workers: int) -> _Candidate:
     most = question.cluster.memory
     if most and memory > most:
         return replace(
-            found, reason=f"does not fit: {format_bytes(memory)} of {format_bytes(most)} for each worker"
+            found, reason=f"{_DOES_NOT_FIT}: {format_bytes(memory)} of {format_bytes(most)} for each worker"
         )
     return found
 
@@ -191,7 +206,10 @@ def _row(question: Question, one: _Candidate, cluster: DescribedCluster) -> Plan
         is_open=not one.reason,
     )
     machines = one.machines if cluster.measured else cluster.of_workers(one.workers)
-    step = one.strategy.predict(cluster.scaled(one.profile), machines)
+    try:
+        step = one.strategy.predict(cluster.scaled(one.profile), machines)
+    except UserError as error:  # so many workers, which `refuses` has most likely said before
+        return replace(row, is_open=False, reason=row.reason or str(error))
     if step is None:
         return replace(row, is_open=False, reason=row.reason or _not_modelled(one.strategy, machines))
     costs = machines.costs.get(cost_class(one.strategy))
@@ -243,7 +261,7 @@ def _nothing_left(question: Question, rows: Sequence[PlanRow]) -> str:
     """The nearest of the plans that were ruled out: the cheapest, the one that needs least memory, or the fastest."""
     nearest = {
         "over the budget": lambda row: row.price or row.total_s or 0.0,
-        "does not fit": lambda row: float(row.memory),
+        _DOES_NOT_FIT: lambda row: float(row.memory),
         "ruled out": _seconds,
     }
     for reason, key in nearest.items():
@@ -285,8 +303,43 @@ def _sensitivities(question: Question, open_ones: Sequence[_Candidate], best: Pl
                 rate = 8 * factor * of_best.between.bytes_per_s / 1e9
                 yield f"{'From' if faster else 'Below'} {rate:.3g} Gbit/s between hosts, {other} wins."
             else:
-                how = f"{factor:.2g} times as fast" if faster else f"{1 / factor:.2g} times slower"
-                yield f"With {name} {how}, {other} wins."
+                yield f"With {name} {_how_fast(factor)}, {other} wins."
+
+
+def _how_fast(factor: float) -> str:
+    times = max(factor, 1 / factor)
+    if times < 1.1:
+        return f"{max(1, round(100 * (times - 1)))} % {'faster' if factor > 1 else 'slower'}"
+    return f"{times:.2g} times {'as fast' if factor > 1 else 'slower'}"
+
+
+def _with_other_hosts(question: Question, best: PlanRow) -> Iterable[str]:
+    """The best on half of the hosts that are described, and on twice as many."""
+    machines = question.cluster.machines
+    if question.cluster.measured or machines.hosts == 1 or question.workers != (machines.workers,):
+        return
+    for hosts in (machines.hosts // 2, 2 * machines.hosts):
+        cluster = replace(question.cluster, machines=replace(machines, hosts=hosts))
+        workers = (cluster.machines.workers,)
+        other = replace(question, cluster=cluster, machines_of=cluster.of_workers, workers=workers)
+        row = min((one for one in predicted_rows(other) if one.is_open), key=_seconds, default=None)
+        if row is not None:
+            times = _seconds(row) / _seconds(best)
+            yield f"On {num_of(hosts, 'host')}, {row.strategy} is the fastest: {times:.2f} times the time of a step."
+
+
+def _with_other_memory(question: Question, rows: Sequence[PlanRow], best: PlanRow) -> Iterable[str]:
+    """Where the memory of a worker is known: with how much more another plan wins, and with how much less."""
+    if not question.cluster.memory:
+        return
+    larger = [row for row in rows if row.reason.startswith(_DOES_NOT_FIT) and _seconds(row) < _seconds(best)]
+    if larger:
+        row = min(larger, key=lambda row: row.memory)
+        yield f"With {enough(row.memory)} for each worker, {row.strategy} wins."
+    smaller = [row for row in rows if row.is_open and row.memory < best.memory]
+    if smaller:
+        row = min(smaller, key=_seconds)
+        yield f"With less than {format_bytes(best.memory)} for each worker, {row.strategy} wins."
 
 
 def _with_links(cluster: DescribedCluster, factor: float) -> DescribedCluster:

@@ -8,10 +8,11 @@ from functools import cache
 from pathlib import Path
 
 from manyhands.data.batches import BatchPlan
-from manyhands.errors import ManyhandsError, UserError, first_line
-from manyhands.facts import Machines
-from manyhands.foresight.estimate import estimate, refusal
+from manyhands.errors import UserError, first_line
+from manyhands.facts import Machines, TaskProfile
+from manyhands.foresight.estimate import Estimate, estimate, refusal
 from manyhands.foresight.plan.described_cluster import DescribedCluster
+from manyhands.foresight.plan.device_profile import device_profile
 from manyhands.foresight.plan.machine_record import MachineRecord
 from manyhands.foresight.plan.plan_search import PlanLimits, PlanRow, Question, RankedPlans, make_plan
 from manyhands.foresight.plan.step_costs import measured_costs, try_steps
@@ -49,6 +50,7 @@ class TaskPlan:
     device: str = "cpu"
     tried: tuple[TriedPlan, ...] = ()  # the fastest first
     notes: tuple[str, ...] = ()
+    question: Question | None = None  # that `ranked` answers
 
     @property
     def strategy(self) -> Strategy:
@@ -157,13 +159,13 @@ class _Asked:
             machines=Machines(per_host=max(counts)), memory=self.memory, measured=True
         )
         profiles = TaskProfiles(self.task, found, device=self.device, say=self.say)
-        for count in counts if cluster.measured else (1,):
-            profiles.of(count, count)
+        profile_of = self._profile_of(found, profiles)
+        for count in counts:
+            profile_of(count, count)
         machines_of = self._machines(record) if cluster.measured else cluster.of_workers
         pairs = record.pairs(max(counts)) if cluster.measured else ()
         question = Question(
-            # Of other machines, this one as a whole is measured.
-            profile_of=profiles.of if cluster.measured else lambda _workers, _processes: profiles.of(1, 1),
+            profile_of=profile_of,
             machines_of=machines_of,
             cluster=cluster,
             workers=counts,
@@ -176,17 +178,29 @@ class _Asked:
         )
         self.say("predicting each plan")
         ranked = make_plan(question)
-        tried, notes = self._tried(ranked, verify, record) if verify else ((), ())
+        tried, failed = self._tried(ranked.finalists[:verify], record)
+        left = [row for row in ranked.finalists if row not in failed]
         return TaskPlan(
             task=self.task,
             cluster=cluster,
             steps=self.steps,
             ranked=ranked,
-            chosen=tried[0].row if tried else ranked.best,
+            chosen=tried[0].row if tried else (left or ranked.finalists)[0],
             device=self.device,
             tried=tried,
-            notes=(*_remarks(cluster, profiles.noise, tried), *notes),
+            notes=(*_remarks(cluster, profiles.noise, bool(tried or failed)), *failed.values()),
+            question=question,
         )
+
+    def _profile_of(self, found: Estimate, profiles: TaskProfiles) -> Callable[[int, int], TaskProfile]:
+        described = self.described
+        if described is None:
+            return profiles.of
+        if described.device is not None:
+            self.say(f"counting the operations of the task's layers, for {described.device.name}")
+            by_roofline = device_profile(described.device, found.footprint)
+            return lambda _workers, _processes: by_roofline
+        return lambda _workers, _processes: profiles.of(1, 1)  # of other machines, this one as a whole
 
     def _machines(self, record: MachineRecord) -> Callable[[int], Machines]:
         @cache
@@ -201,47 +215,53 @@ class _Asked:
         return here
 
     def _tried(
-        self, ranked: RankedPlans, verify: int, record: MachineRecord
-    ) -> tuple[tuple[TriedPlan, ...], list[str]]:
-        """The best so many plans, each run for a moment in several rounds; and a sentence of each that failed."""
-        seen: dict[int, list[float]] = {}
-        failed: dict[int, str] = {}
-        rows = ranked.finalists[:verify]
+        self, rows: Sequence[PlanRow], record: MachineRecord
+    ) -> tuple[tuple[TriedPlan, ...], dict[PlanRow, str]]:
+        """Plans, each run for a moment in several rounds; and a sentence of each that failed."""
+        seen: dict[PlanRow, list[float]] = {}
+        failed: dict[PlanRow, str] = {}
         for _ in range(_ROUNDS):
-            for number, row in enumerate(rows):
-                if number in failed:
-                    continue
+            for row in [one for one in rows if one not in failed]:
                 self.say(f"trying {row.strategy}")
                 try:
                     took_s = try_steps(
                         self.task, row.strategy, row.workers, _TRIAL_S, row.seconds, self.device
                     )
-                except ManyhandsError as error:
-                    failed[number] = f"{row.strategy} failed when it was tried: {first_line(error)}."
+                except Exception as error:  # whatever a task raises: the other plans are still worth seeing
+                    failed[row] = f"{row.name} failed when it was tried: {first_line(error)}."
                 else:
-                    seen.setdefault(number, []).extend([took_s] if took_s is not None else [])
+                    seen.setdefault(row, []).extend([took_s] if took_s is not None else [])
         tried = [
-            TriedPlan(row=rows[number], seen_s=min(times))
-            for number, times in seen.items()
-            if number not in failed and times
+            TriedPlan(row=row, seen_s=min(times))
+            for row, times in seen.items()
+            if row not in failed and times
         ]
         for one in tried:
             pair = SeenStep(
                 kind=cost_class(one.row.strategy), predicted_s=one.row.uncorrected_s, seen_s=one.seen_s
             )
             record.add_pairs(one.row.workers, [pair])
-        return tuple(sorted(tried, key=lambda one: one.seen_s)), list(failed.values())
+        return tuple(sorted(tried, key=lambda one: one.seen_s)), failed
 
 
-def _remarks(cluster: DescribedCluster, noise: float, tried: Sequence[TriedPlan]) -> list[str]:
+def _remarks(cluster: DescribedCluster, noise: float, tried: bool) -> list[str]:
     said = []
     if noise > _NOISY:
         said.append(
             f"Single steps of the task differed by {100 * noise:.0f} % when it was measured; the errors that are shown "
             "are wider for it."
         )
+    if cluster.device is not None:
+        device, without = cluster.device, "loading data is"
+        if not device.launch_s:
+            without = f"loading data and launching operations (launch in [devices.{device.name}]) are"
+        said.append(
+            f"Computing is the roofline of {device}, operation by operation, and not measured; {without} not in it."
+        )
     if not cluster.measured:
-        said.append("Nothing was run on these machines.")
+        said.append(
+            "Nothing was run on these machines: ± is how far predictions are off on machines that were measured."
+        )
     elif not tried:
         said.append("Nothing was tried; --verify 3 runs the best three for some seconds.")
     return said

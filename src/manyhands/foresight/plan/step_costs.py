@@ -6,6 +6,7 @@ strategy itself, to its messages and to their bytes; three models that differ in
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -163,5 +164,7 @@ def try_steps(
     plain = replace(task, evaluation=None, metrics={}, scheduler_metric=None)
     plain = replace(plain, scheduler=None) if task.scheduler_metric is not None else plain
     options = Options(progress="none", check_every=0, allow_overload=True, resume_command="")
-    run = fit(plain, strategy, workers=workers, steps=steps, device=device, options=options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is only tried: who trains so is told then
+        run = fit(plain, strategy, workers=workers, steps=steps, device=device, options=options)
     return seen_step_s(run.history, workers)

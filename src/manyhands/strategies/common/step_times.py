@@ -6,7 +6,9 @@ ahead of their use, servers whose links all workers share.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 from manyhands.facts import LayerTimes, LinkRate, Machines, TaskProfile
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS, grouped
@@ -36,8 +38,47 @@ def all_reduce_s(algorithm: str, machines: Machines, num_bytes: float, helpers: 
         return 0.0
     if world > _PLAYED:
         return _LARGE[algorithm](machines, num_bytes)
-    items = round(num_bytes / _ITEM_BYTES)
-    known = grouped(machines.per_host) if _is_by_host(algorithm, machines) else ALGORITHMS[algorithm]
+    # Links that are all twice as slow take twice as long: a play is in units of one of them, and kept.
+    unit_s = _slowest(machines).seconds(num_bytes)
+    unit_s = unit_s if 0 < unit_s < math.inf else 1.0
+
+    def in_units(link: LinkRate) -> LinkRate:
+        return LinkRate(
+            latency_s=_short(link.latency_s / unit_s), bytes_per_s=_short(link.bytes_per_s * unit_s)
+        )
+
+    played = _played(
+        algorithm,
+        world,
+        round(num_bytes / _ITEM_BYTES),
+        (machines.hosts, machines.per_host),
+        (in_units(machines.inside), in_units(machines.between)),
+        _short(machines.added_per_s * unit_s),
+    )
+    return unit_s * played
+
+
+def _short(number: float) -> float:
+    """Without the last digits, which differ by how a number was computed."""
+    return float(f"{number:.12g}")
+
+
+@lru_cache(maxsize=4096)
+def _played(
+    algorithm: str,
+    world: int,
+    items: int,
+    shape: tuple[int, int],
+    links: tuple[LinkRate, LinkRate],
+    added_per_s: float,
+) -> float:
+    """The time of an all-reduce whose messages are played one by one, on hosts and workers of this `shape`."""
+    hosts, per_host = shape
+    inside, between = links
+    machines = Machines(
+        hosts=hosts, per_host=per_host, inside=inside, between=between, added_per_s=added_per_s
+    )
+    known = grouped(per_host) if _is_by_host(algorithm, machines) else ALGORITHMS[algorithm]
     return cost(known, world, items * _ITEM_BYTES, _ITEM_BYTES).time_on(machines)
 
 

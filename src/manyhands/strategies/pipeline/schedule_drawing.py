@@ -20,8 +20,9 @@ from manyhands.observe.draw.axes import aligned
 from manyhands.strategies.common.collectives.collective_drawing import write_figures
 from manyhands.strategies.pipeline.schedule_cost import Boundary, PipelineCost
 from manyhands.strategies.pipeline.schedules import SCHEDULES, Pass, Schedule, StageWork
+from manyhands.strategies.pipeline.strategy import Pipeline
 
-__all__ = ["LETTERS", "as_svg", "as_text", "costs_text", "heading"]
+__all__ = ["LETTERS", "as_svg", "as_text", "costs_text", "heading", "strategy_svg"]
 
 LETTERS: Final = {Pass.FORWARD: "F", Pass.BACKWARD: "B", Pass.WEIGHTS: "W"}
 """The letter of a work item in a drawing, before the number of its micro-batch."""
@@ -131,6 +132,10 @@ def as_svg(schedule: Schedule) -> str:
     ]
     parts.append(f'<text class="faint" x="8" y="{bottom}">tick</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def strategy_svg(strategy: Pipeline) -> str:
+    return as_svg(strategy.table())
 
 
 def _legend(schedule: Schedule) -> Iterator[str]:

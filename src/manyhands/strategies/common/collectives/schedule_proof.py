@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from heapq import heapify, heappop, heappush
 from typing import Generic, TypeAlias, TypeVar
 
@@ -242,9 +243,11 @@ class Cost:
 
     def time_on(self, machines: Machines) -> float:
         """Time on these machines, where a host's link to the others carries one message after the other each way."""
+        hosts = [machines.host_of(rank) for rank in range(len(self._tables))]
+        inside, between = machines.inside.seconds, machines.between.seconds
         return self._played(
-            lambda source, to, size: machines.link(source, to).seconds(size),
-            [machines.host_of(rank) for rank in range(len(self._tables))],
+            lambda source, to, size: (inside if hosts[source] == hosts[to] else between)(size),
+            hosts,
             1 / machines.added_per_s,
         )
 
@@ -289,6 +292,7 @@ def cost(algorithm: schedule.Algorithm, world: int, num_bytes: int, item_bytes: 
         )
     tables, chunks = algorithm.tables(world), algorithm.chunks(world)
 
+    @cache
     def size(span: range) -> int:
         begin, end = schedule.span_bounds(num_bytes // item_bytes, chunks, span)
         return (end - begin) * item_bytes
