@@ -99,7 +99,7 @@ def open_group(
     if check_every is not None and check_every < 0:
         raise UserError(f"check_every={check_every} must be at least 1, or 0 to disable the check")
     launched = place.launched
-    parsed = Strategy.parse(strategy) if strategy is not None else None
+    parsed = Strategy.parse(strategy).in_own_loop() if strategy is not None else None
     requested = _given_once("strategy", parsed, place.strategy)
     device = _given_once("device", device, place.device)
     where = check_device(device or "cpu")

@@ -89,7 +89,7 @@ def launch(
         raise UserError(f"script {path} does not exist")
     if workers < 1:
         raise UserError(f"workers={workers} must be at least 1")
-    requested = Strategy.parse(strategy) if strategy is not None else None
+    requested = Strategy.parse(strategy).in_own_loop() if strategy is not None else None
     chosen = choose(requested, [range(workers)])  # refuses a strategy that cannot be
     check_device(device or "cpu")
     check_watchdog_s(watchdog_s)

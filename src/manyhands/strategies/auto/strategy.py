@@ -88,9 +88,11 @@ class Auto(Strategy):
         """Those of `mirrored`, with which a run begins."""
         return Facts(promises=IN_STEP, leaves_steps_out=True, cannot_cross_hosts="", refused_buffers={})
 
-    def across_hosts(self, hosts: Sequence[Sequence[int]]) -> Strategy:
-        """In a loop of one's own, where nothing can be tried."""
-        return Strategy.parse("mirrored").across_hosts(hosts) if len(hosts) > 1 else self
+    def in_own_loop(self) -> Strategy:
+        """`mirrored`: steps of a loop that is not ours cannot be tried."""
+        if self.text:
+            raise UserError(f"{self.text}: in a loop of your own nothing can be tried; name the value")
+        return Strategy.parse("mirrored")
 
     def __str__(self) -> str:
         return self.text or super().__str__()
