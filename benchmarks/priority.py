@@ -32,7 +32,12 @@ from torch.nn.parallel import DistributedDataParallel
 import manyhands as mh
 from cables import inside, places, run_ranks
 from hosts import ADDRESS, two_hosts
-from manyhands.foresight.simulate.overlap_model import ORDERS, LayeredStep, gain_bound, step_seconds
+from manyhands.strategies.allreduce.priority.overlap_model import (
+    ORDERS,
+    LayeredStep,
+    gain_bound,
+    step_seconds,
+)
 from manyhands.strategies.ps.client_core import round_of_shards
 from push_bursts import push_at_once
 

@@ -26,8 +26,10 @@ __all__ = [
     "ROUNDED",
     "TO_ROUNDING",
     "Answer",
+    "CodingRate",
     "ComputeTime",
     "Facts",
+    "Growth",
     "LayerFootprint",
     "LayerTimes",
     "LinkRate",
@@ -224,6 +226,8 @@ class Facts:
     usual_costs: StepCosts = StepCosts()
     # Over how many workers one copy of the parameters, their gradients and the optimizer's state is split
     model_parts: int = 1
+    # Whether gradients have memory of their own, where they are also between steps
+    keeps_gradients: bool = False
     kept_copies: int = 1  # how many copies of parameters and optimizer state servers keep
     # What would keep a lasting straggler from holding the others up; empty where nothing in the strategy would
     straggler_advice: str = (
@@ -277,6 +281,23 @@ class TracedModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """Bytes that grow with the samples."""
+
+    fixed: float = 0.0
+    per_sample: float = 0.0
+
+    @classmethod
+    def through(cls, few: int, at_few: float, most: int, at_most: float) -> Growth:
+        """Through what was counted for two numbers of samples; what is fixed is not below 0."""
+        per_sample = (at_most - at_few) / (most - few) if most > few else at_most / most
+        return cls(fixed=max(0.0, at_most - per_sample * most), per_sample=per_sample)
+
+    def of(self, samples: float) -> float:
+        return self.fixed + self.per_sample * samples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFootprint:
     """The bytes of one whole model in training, each part counted once."""
 
@@ -288,6 +309,10 @@ class ModelFootprint:
     per_sample: float = 0.0  # what it leaves for each sample
     batch_size: int = 1  # samples of a global batch
     microbatches: int = 1  # in how many pieces a share of it is computed
+    together: Growth = Growth()
+    """The most of gradients, activations and temporary values at once, where gradients come in backward; 0: unknown."""
+    beside: Growth = Growth()  # the same without gradients
+    step_work: int = 0  # temporary values of the optimizer's step
     layers: tuple[LayerFootprint, ...] = ()
     traced: TracedModel | None = field(default=None, repr=False, compare=False)  # None: only sums are known
 
@@ -303,8 +328,26 @@ class ModelFootprint:
 
     def activations(self, workers: int = 1) -> int:
         """Bytes at the end of a forward of one of so many parts of a batch, or of the largest piece of it."""
-        samples = -(-self.batch_size // workers)
-        return round(self.fixed + self.per_sample * -(-samples // self.microbatches))
+        return round(self.fixed + self.per_sample * self._samples(workers))
+
+    def working(self, workers: int = 1, *, keeps_gradients: bool, share: float = 1.0) -> int:
+        """What there is at the peak of a step besides parameters, all gradients and state, of the same part.
+
+        Activations go while gradients come, unless the worker `keeps_gradients` in memory of their own. Its optimizer
+        steps a `share` of the parameters.
+        """
+        samples = self._samples(workers)
+        known = self.beside.of(samples)
+        if not known:
+            return self.activations(workers)
+        if not keeps_gradients and self.microbatches == 1:
+            known = max(self.together.of(samples), self.activations(workers)) - self.gradients
+        return round(max(known, share * self.step_work, 0.0))
+
+    def _samples(self, workers: int) -> int:
+        """Of the largest piece of one of so many parts of a batch."""
+        share = -(-self.batch_size // workers)
+        return -(-share // self.microbatches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -346,7 +389,9 @@ def silent(workers: int) -> list[WorkerTraffic]:
     return [WorkerTraffic(who="worker", count=workers)]
 
 
-def shared_copy(model: ModelFootprint, workers: int, parts: int) -> list[WorkerMemory]:
+def shared_copy(
+    model: ModelFootprint, workers: int, parts: int, *, keeps_gradients: bool, share: float = 1.0
+) -> list[WorkerMemory]:
     """Of workers that share parameters and optimizer state, and have gradients of their own."""
     return [
         WorkerMemory(
@@ -354,7 +399,7 @@ def shared_copy(model: ModelFootprint, workers: int, parts: int) -> list[WorkerM
             count=workers,
             weights=model.buffers,
             gradients=model.gradients,
-            activations=model.activations(parts),
+            activations=model.working(parts, keeps_gradients=keeps_gradients, share=share),
         ),
         WorkerMemory(who="shared by all", weights=model.parameters, state=model.state),
     ]
@@ -369,6 +414,14 @@ class LinkRate:
 
     def seconds(self, num_bytes: float) -> float:
         return self.latency_s + num_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodingRate:
+    """What a codec takes a worker: seconds for a byte of gradients, of what is encoded and of what is decoded."""
+
+    encode_s: float = 0.0
+    decode_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -389,6 +442,8 @@ class Machines:
     added_per_s: float = math.inf  # bytes of gradients that a worker adds up in a second
     costs: Mapping[str, StepCosts] = field(default_factory=dict)
     """By `Facts.cost_class`: what its steps cost here; one that is missing costs nothing."""
+    coding: Mapping[str, CodingRate] = field(default_factory=dict)
+    """By codec; one that is missing takes no time."""
 
     @property
     def workers(self) -> int:
@@ -491,6 +546,8 @@ class PredictedStep:
     optimizer_s: float = 0.0
     costs_s: float = 0.0  # what messages and the strategy itself cost beside that: see `StepCosts`
     batches: float = 1.0  # how many global batches are computed in this time
+    with_settings: Any = field(default=None, compare=False)
+    """The strategy with the settings that a run measures, as this prediction has them; None: it measures none."""
 
     @property
     def parts(self) -> dict[str, float]:

@@ -284,7 +284,7 @@ class Strategy(ABC):
                 weights=model.weights,
                 gradients=model.gradients,
                 state=model.state,
-                activations=model.activations(parts),
+                activations=model.working(parts, keeps_gradients=self.facts.keeps_gradients),
             )
         ]
 
@@ -298,9 +298,14 @@ class Strategy(ABC):
         return self
 
     @classmethod
-    def choices(cls, machines: Machines, *, survives: bool = False) -> Sequence[Strategy]:
-        """The settings that a plan considers on these machines; with `survives`, those that can lose processes too."""
-        del machines, survives
+    def choices(
+        cls, machines: Machines, *, survives: bool = False, lossy: bool = False
+    ) -> Sequence[Strategy]:
+        """The settings that a plan considers on these machines.
+
+        With `survives`, those that can lose processes too; with `lossy`, those whose numbers may be others.
+        """
+        del machines, survives, lossy
         return [cls()]
 
     def sends(self, model: ModelFootprint, workers: int) -> list[WorkerTraffic] | None:

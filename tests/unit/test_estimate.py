@@ -165,7 +165,8 @@ MODEL = ModelFootprint(
         ("tensor", 4, {"worker": 30 + 3 + 25 + 50 + 80}),
         ("pipeline", 4, {"worker": 60 + 3 + 50 + 100 + 10}),
         ("pipeline schedule=gpipe", 4, {"worker": 60 + 3 + 50 + 100 + 20}),
-        ("ps servers=2", 4, {"worker": 123 + 100 + 20, "server": 60 + 100}),
+        ("ps servers=2", 4, {"worker": 3 + 100 + 20, "server": 60 + 100, "shared by all": 120}),
+        ("ps servers=2 link=tcp", 4, {"worker": 123 + 100 + 20, "server": 60 + 100}),
         ("ps servers=2 replicas=1 consistency=async", 4, {"worker": 123 + 100 + 80, "server": 120 + 200}),
     ],
 )
@@ -212,13 +213,10 @@ def test_it_says_what_it_does_before_it_does_what_takes_long() -> None:
         return task.loss(model, batch)
 
     found = estimate(replace(task, model=model, loss=loss), report.append)
-    building, first, second = heard
+    building, *computing = heard
     assert building[-1] == "building the model, without allocating its memory"
-    assert (
-        first[-1]
-        == second[-1]
-        == (f"tracing a batch of {task.batch_size} through {found.footprint.parameters // 4:,} parameters")
-    )
+    tracing = f"tracing a batch of {task.batch_size} through {found.footprint.parameters // 4:,} parameters"
+    assert {said[-1] for said in computing} == {tracing}
 
 
 def test_the_command_is_not_silent_and_says_how_many_stages_it_takes(

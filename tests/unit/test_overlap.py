@@ -10,7 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.errors import UserError
-from manyhands.foresight.simulate.overlap_model import ORDERS, LayeredStep, gain_bound, step_seconds
+from manyhands.strategies.allreduce.priority.overlap_model import (
+    ORDERS,
+    LayeredStep,
+    gain_bound,
+    step_seconds,
+)
 from manyhands.strategies.ps.client_core import round_of_shards
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"

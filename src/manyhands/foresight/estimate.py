@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,8 @@ from manyhands.engine.options import Options
 from manyhands.engine.request import Length, Request
 from manyhands.engine.training import training_class
 from manyhands.errors import UserError
-from manyhands.facts import LayerFootprint, ModelFootprint, Stepping, TracedModel
+from manyhands.facts import Growth, LayerFootprint, ModelFootprint, Stepping, TracedModel
+from manyhands.strategies.common.peak_memory import StepPeaks, new_memory, peaks_of_step
 from manyhands.strategies.common.sharding.layer_units import Unit, units_of
 from manyhands.strategies.common.sharding.optimizers import cannot_step, kept_by
 from manyhands.strategy import Strategy
@@ -96,23 +97,27 @@ def _estimate(task: Task, mode: FakeTensorMode | None, report: Callable[[str], N
         few = max(1, most // 2)
         numbers = sum(one.numel() for one in model.parameters())
         report(f"{_DOES[mode is not None]} a batch of {most} through {numbers:,} parameters")
-        large, by_unit = _saved(task, model, units, _batch(source, most, mode))
-        small = large if few == most else _saved(task, model, units, _batch(source, few, mode))[0]
-    per_sample = (large - small) / (most - few) if most > few else large / most
+        large = _saved(task, model, units, _batch(source, most, mode))
+        small = large if few == most else _saved(task, model, units, _batch(source, few, mode))
+        step_work = _step_work(task, model) if mode is not None else 0
+    saved = Growth.through(few, small.saved, most, large.saved)
     footprint = ModelFootprint(
         parameters=_bytes_of(model.parameters()),
         gradients=_bytes_of(one for one in model.parameters() if one.requires_grad),
         state=_state_bytes(optimizer, mode),
         buffers=_bytes_of(model.buffers()),
-        fixed=max(0.0, large - per_sample * most),
-        per_sample=per_sample,
+        fixed=saved.fixed,
+        per_sample=saved.per_sample,
+        together=Growth.through(few, small.peaks.together, most, large.peaks.together),
+        beside=Growth.through(few, small.peaks.beside, most, large.peaks.beside),
+        step_work=step_work,
         batch_size=task.batch_size,
         microbatches=task.microbatches,
         layers=tuple(
             LayerFootprint(
                 name=unit.name,
                 parameters=_bytes_of(unit.parameters),
-                activations=by_unit.get(unit.number, 0) / most,
+                activations=large.by_unit.get(unit.number, 0) / most,
                 lasts=unit.module is None,
             )
             for unit in units
@@ -147,8 +152,16 @@ def _batch(source: BatchSource, count: int, mode: FakeTensorMode | None) -> Any:
     return batch if mode is None else tree_map_only(Tensor, mode.from_tensor, batch)
 
 
-def _saved(task: Task, model: nn.Module, units: Iterable[Unit], batch: Any) -> tuple[int, dict[int, int]]:
-    """The bytes that autograd keeps of one forward, all and by unit; parameters, buffers and the batch are not new."""
+class _Seen(NamedTuple):
+    """The bytes of one step: what autograd keeps of its forward, all and by unit, and its peaks."""
+
+    saved: int
+    by_unit: dict[int, int]
+    peaks: StepPeaks
+
+
+def _saved(task: Task, model: nn.Module, units: Iterable[Unit], batch: Any) -> _Seen:
+    """Of the step of one batch; parameters, buffers and the batch are not new."""
     known = {one.untyped_storage()._cdata for one in (*model.parameters(), *model.buffers())}
     tree_map_only(Tensor, lambda one: known.add(one.untyped_storage()._cdata), batch)
     kept: list[Tensor] = []  # otherwise a freed storage's address could be reused by another
@@ -182,7 +195,31 @@ def _saved(task: Task, model: nn.Module, units: Iterable[Unit], batch: Any) -> t
     finally:
         for hook in hooks:
             hook.remove()
-    return total, by_unit
+    kept.clear()
+    try:
+        peaks = peaks_of_step(model, batch, lambda: task.loss(model, batch))
+    except Exception:  # what only backward cannot do without values
+        peaks = StepPeaks()
+    model.zero_grad(set_to_none=True)
+    return _Seen(total, by_unit, peaks)
+
+
+def _step_work(task: Task, model: nn.Module) -> int:
+    """The bytes of temporary values of an optimizer's second step; 0 where it looks at values."""
+    optimizer = optimizer_of(task, model)
+    trained = [one for one in model.parameters() if one.requires_grad]
+    for one in trained:
+        one.grad = torch.empty_like(one)
+    try:
+        optimizer.step()  # makes its state
+        state = [value for kept in optimizer.state.values() for value in kept.values()]
+        known = [*trained, *(one.grad for one in trained), *(one for one in state if isinstance(one, Tensor))]
+        return new_memory([one for one in known if one is not None], optimizer.step)
+    except Exception:  # an optimizer that needs more than gradients
+        return 0
+    finally:
+        for one in trained:
+            one.grad = None
 
 
 def _state_bytes(optimizer: Optimizer, mode: FakeTensorMode | None) -> int:

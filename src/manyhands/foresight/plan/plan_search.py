@@ -149,6 +149,7 @@ class _Candidate:
 def _candidates(question: Question) -> Iterable[tuple[Strategy, int]]:
     seen: set[tuple[str, int]] = set()
     survives = any(must.name == "survives" for must in question.must)
+    lossy = all(must.name != "equal" for must in question.must)
     for workers in question.workers:
         machines = question.machines(workers)
         for text in question.strategies:
@@ -157,7 +158,7 @@ def _candidates(question: Question) -> Iterable[tuple[Strategy, int]]:
                 choices = [Strategy.parse(text)]
             else:
                 kind = STRATEGIES[Strategy.parse(text).word].load_value()
-                choices = kind.choices(machines, survives=survives)
+                choices = kind.choices(machines, survives=survives, lossy=lossy)
             for strategy in choices:
                 most = strategy.most_workers
                 count = workers if most is None else min(most, workers)
@@ -174,10 +175,12 @@ def _asked(question: Question, strategy: Strategy, workers: int) -> _Candidate:
     if reason := question.refuses(strategy, workers):
         return replace(found, reason=reason)
     try:
-        memory = max((one.total for one in strategy.needs(profile.model, workers)), default=0)
+        step = strategy.predict(profile, machines)
+        as_run: Strategy = (step.with_settings if step is not None else None) or strategy
+        memory = max((one.total for one in as_run.needs(profile.model, workers)), default=0)
     except UserError as error:  # so many workers, which `refuses` has most likely said
         return replace(found, reason=str(error))
-    traffic = strategy.sends(profile.model, workers) if machines.hosts == 1 else None
+    traffic = as_run.sends(profile.model, workers) if machines.hosts == 1 else None
     if traffic is not None:
         sent = max((one.num_bytes for one in traffic), default=0.0)
         messages = max((one.messages for one in traffic), default=0.0)
@@ -228,7 +231,10 @@ def _row(question: Question, one: _Candidate, cluster: DescribedCluster) -> Plan
 
 def _not_modelled(strategy: Strategy, machines: Machines) -> str:
     stays = strategy.facts.cannot_cross_hosts if machines.hosts > 1 else ""
-    return f"one host only: {stays}" if stays else "not modelled"
+    if stays:
+        return f"one host only: {stays}"
+    rounds = strategy.facts.counts_rounds
+    return "not modelled: its runs are counted in rounds, not in batches" if rounds else "not modelled"
 
 
 def _over_budget(limits: PlanLimits, row: PlanRow) -> str:

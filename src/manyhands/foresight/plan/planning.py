@@ -15,7 +15,7 @@ from manyhands.foresight.plan.described_cluster import DescribedCluster
 from manyhands.foresight.plan.device_profile import device_profile
 from manyhands.foresight.plan.machine_record import MachineRecord
 from manyhands.foresight.plan.plan_search import PlanLimits, PlanRow, Question, RankedPlans, make_plan
-from manyhands.foresight.plan.step_costs import measured_costs, try_steps
+from manyhands.foresight.plan.step_costs import measured_costs, try_steps, usual_costs
 from manyhands.foresight.plan.task_profile import TaskProfiles
 from manyhands.foresight.plan.track_record import SeenStep, TrackRecord, cost_class
 from manyhands.strategies.auto.promised import Must
@@ -210,7 +210,7 @@ class _Asked:
             if costs is None:
                 costs = measured_costs(machines, self.say)
                 record.keep_costs(workers, costs)
-            return replace(machines, costs=costs)
+            return replace(machines, costs={**usual_costs(machines), **costs})
 
         return here
 

@@ -176,16 +176,18 @@ class AllReduce(Strategy):
         return self, count - self.helpers
 
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
-        rows = super().needs(model, workers)
+        rows, bucket = super().needs(model, workers), min(self.buckets, model.gradients)
+        if self._uses_links and self.algorithm == "ring" and self.codec == RAW and workers > 1:
+            rows = [replace(rows[0], besides=bucket // workers, what="a part of a bucket that comes")]
         if self.helpers:
-            bucket = min(self.buckets, model.gradients)
             rows.append(WorkerMemory(who="helper", count=self.helpers, weights=0, gradients=bucket))
         return rows
 
     def predict(self, profile: TaskProfile, machines: Machines) -> PredictedStep | None:
         """Buckets are summed while backward continues; what the workers of a host sum in place, their cores do."""
+        from manyhands.strategies.allreduce.predicted_order import beyond_computing_s
+        from manyhands.strategies.common.coded_times import coded_all_reduce_s, coding_s, has_known_time
         from manyhands.strategies.common.step_times import (
-            all_reduce_s,
             beyond_backward_s,
             buckets_of,
             is_modelled,
@@ -193,22 +195,26 @@ class AllReduce(Strategy):
         )
 
         workers = machines.workers
-        if self.codec != RAW or self._is_urgent or self.link == NCCL:
+        if self.link == NCCL or not has_known_time(self.codec):
             return None
         exchange_s, buckets = 0.0, buckets_of(profile.layers, self.buckets)
-        if machines.hosts == 1 and not (self.uses_network or self.helpers) and self.algorithm == "direct":
+        if machines.hosts == 1 and not self._uses_links:
             exchange_s = sum(summed_in_memory_s(machines, num_bytes) for _, num_bytes in buckets)
         elif workers > 1:
             named = self.algorithm not in ("direct", "hierarchical") or machines.hosts == 1
             algorithm = self.algorithm if named else "hierarchical"
-            if not is_modelled(algorithm, machines, self.helpers):
+            if rounds_hops(self.codec) and not is_modelled(algorithm, machines, self.helpers):
                 return None
-            exchange_s = beyond_backward_s(
-                profile,
-                profile.samples(workers),
-                buckets,
-                lambda num_bytes: all_reduce_s(algorithm, machines, num_bytes, self.helpers),
-            )
+
+            def seconds(num_bytes: float) -> float:
+                return coded_all_reduce_s(self.codec, algorithm, machines, num_bytes, self.helpers)
+
+            samples = profile.samples(workers)
+            if self._is_urgent:
+                exchange_s = beyond_computing_s(profile, samples, self.credit, seconds)
+            else:
+                exchange_s = beyond_backward_s(profile, samples, buckets, seconds)
+            exchange_s += sum(coding_s(self.codec, machines, num_bytes) for _, num_bytes in buckets)
         return PredictedStep(
             compute_s=profile.compute_s(workers),
             exchange_s=exchange_s,
@@ -217,8 +223,13 @@ class AllReduce(Strategy):
         )
 
     @classmethod
-    def choices(cls, machines: Machines, *, survives: bool = False) -> Sequence[Strategy]:
-        """Between hosts, the algorithms; on one, `mirrored` is the same. With `survives`, workers that may leave."""
+    def choices(
+        cls, machines: Machines, *, survives: bool = False, lossy: bool = False
+    ) -> Sequence[Strategy]:
+        """Between hosts, the algorithms; on one, `mirrored` is the same. With `survives`, workers that may leave.
+
+        With `lossy`, codecs between hosts: those that only round hop by hop, the others in their own forms.
+        """
         from manyhands.strategies.common.step_times import is_modelled
 
         names_algorithms = "algorithm" in settings_of(cls)
@@ -227,7 +238,12 @@ class AllReduce(Strategy):
             return elastic if names_algorithms else [cls()]
         known = [name for name in ALGORITHMS if name != "direct" and is_modelled(name, machines)]
         per_host = machines.per_host
-        return [*(cls(algorithm=name, group=per_host * (name == "hierarchical")) for name in known), *elastic]
+        found = [cls(algorithm=name, group=per_host * (name == "hierarchical")) for name in known]
+        if lossy and "hierarchical" in known:
+            found.append(cls(algorithm="hierarchical", group=per_host, link="tcp", codec="bf16"))
+        if lossy:
+            found += [cls(link="tcp", codec=codec) for codec in ("int8", "topk:0.01")]
+        return [*found, *elastic]
 
     def across_hosts(self, hosts: Sequence[Sequence[int]]) -> Strategy:
         """`hierarchical` by itself, with the workers of a host as a group, where hosts hold equally many one by one.
@@ -296,6 +312,7 @@ class AllReduce(Strategy):
             can_change_workers=self.elastic,
             continues_with_fewer=self.elastic,
             leaves_steps_out=not (urgent or self.elastic),
+            keeps_gradients=True,  # in buckets
             uses_links=self._uses_links,
             cost_class="allreduce by links" if self._uses_links else "mirrored",
             usual_costs=StepCosts(byte_s=1.5e-10),

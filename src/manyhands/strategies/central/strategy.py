@@ -39,17 +39,27 @@ class Central(Strategy):
         check_buckets(self.buckets)
 
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
-        return shared_copy(model, workers, workers)
+        return shared_copy(model, workers, workers, keeps_gradients=True, share=1 / workers)
 
     def predict(self, profile: TaskProfile, machines: Machines) -> PredictedStep | None:
         """Each worker sums its slice of the gradients of its host and steps it; hosts' leaders sum what is left."""
-        from manyhands.strategies.common.step_times import all_reduce_s, buckets_of, summed_in_memory_s
-
-        exchange_s = sum(
-            summed_in_memory_s(machines, num_bytes) / 2
-            + all_reduce_s("direct", replace(machines, per_host=1), num_bytes)
-            for _, num_bytes in buckets_of(profile.layers, self.buckets)
+        from manyhands.strategies.common.step_times import (
+            all_reduce_s,
+            beyond_backward_s,
+            buckets_of,
+            summed_in_memory_s,
         )
+
+        buckets = buckets_of(profile.layers, self.buckets)
+        exchange_s = sum(summed_in_memory_s(machines, num_bytes) / 2 for _, num_bytes in buckets)
+        if machines.hosts > 1:
+            leaders = replace(machines, per_host=1)
+            exchange_s += beyond_backward_s(
+                profile,
+                profile.samples(machines.workers),
+                buckets,
+                lambda num_bytes: all_reduce_s("direct", leaders, num_bytes),
+            )
         return PredictedStep(
             compute_s=profile.compute_s(machines.workers),
             exchange_s=exchange_s,

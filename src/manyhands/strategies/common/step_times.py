@@ -19,6 +19,7 @@ __all__ = [
     "beyond_backward_s",
     "buckets_of",
     "gathered_s",
+    "in_groups_s",
     "is_modelled",
     "spread_s",
     "summed_in_memory_s",
@@ -151,6 +152,34 @@ def summed_in_memory_s(machines: Machines, num_bytes: float) -> float:
 def spread_s(machines: Machines, num_bytes: float) -> float:
     """Time in which every worker sends every other one a part: a layer is gathered, or its gradient summed."""
     return all_reduce_s("direct", machines, num_bytes) / 2
+
+
+def in_groups_s(
+    machines: Machines, size: int, num_bytes: float, messages: float, *, stride: int = 1
+) -> float:
+    """Time in which each worker sends so much to the others of its group, equally, as all groups do at once.
+
+    A group has `size` ranks, `stride` apart. What leaves a host goes over its link, one message after the other.
+    """
+    if size == 1 or not messages:
+        return 0.0
+    near, leaving = _near_and_leaving(machines.hosts, machines.per_host, size, stride)
+    each = num_bytes / messages
+    inside_s = near * messages * machines.inside.seconds(each)
+    between_s = leaving * messages * machines.between.seconds(each) if leaving else 0.0
+    return max(inside_s, between_s)
+
+
+@lru_cache(maxsize=1024)
+def _near_and_leaving(hosts: int, per_host: int, size: int, stride: int) -> tuple[float, float]:
+    """The share of its group on its own host, of the worker with most, and such shares elsewhere, summed by host."""
+    near, leaving = 0.0, [0.0] * hosts
+    for rank in range(hosts * per_host):
+        host, first = rank // per_host, rank // (size * stride) * size * stride + rank % stride
+        before = [-(-max(0, end - first) // stride) for end in (host * per_host, (host + 1) * per_host)]
+        own, whole = (min(size, before[1]) - min(size, before[0]) - 1) / (size - 1), 1.0
+        near, leaving[host] = max(near, own), leaving[host] + whole - own
+    return near, max(leaving)
 
 
 def buckets_of(layers: Sequence[LayerTimes], most_bytes: float) -> list[tuple[int, float]]:

@@ -54,7 +54,7 @@ class Hogwild(Strategy):
         check_choice("hands", self.hands, _HANDS)
 
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
-        return shared_copy(model, workers, 1)
+        return shared_copy(model, workers, 1, keeps_gradients=False)
 
     def predict(self, profile: TaskProfile, machines: Machines) -> PredictedStep | None:
         """Every worker computes a batch of its own, and nobody waits."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -100,15 +101,17 @@ class Local(Strategy):
 
     def predict(self, profile: TaskProfile, machines: Machines) -> PredictedStep | None:
         """Parameters and optimizer state are averaged every few steps, after which computing continues."""
-        from manyhands.strategies.common.step_times import all_reduce_s, summed_in_memory_s
+        from manyhands.strategies.common.coded_times import coded_all_reduce_s, coding_s, has_known_time
+        from manyhands.strategies.common.step_times import summed_in_memory_s
 
-        if self.codec != RAW or self.gossip or self._keeps_apart:
+        if not has_known_time(self.codec) or self.gossip or self._keeps_apart:
             return None
         averaged = profile.model.parameters + profile.model.state
         if machines.hosts == 1 and not self.uses_network:
             mean_s = summed_in_memory_s(machines, averaged)
         else:
-            mean_s = all_reduce_s("ring", machines, averaged)
+            mean_s = coded_all_reduce_s(self.codec, "ring", machines, averaged)
+            mean_s += coding_s(self.codec, machines, averaged)
         return PredictedStep(
             compute_s=profile.compute_s(machines.workers),
             exchange_s=mean_s / self.steps,
@@ -116,6 +119,14 @@ class Local(Strategy):
             waiting_s=profile.waiting_s(machines.workers) / math.sqrt(self.steps),
             optimizer_s=profile.optimizer_s,
         )
+
+    @classmethod
+    def choices(
+        cls, machines: Machines, *, survives: bool = False, lossy: bool = False
+    ) -> Sequence[Strategy]:
+        """An average every 8 steps; with `lossy`, every 32 as well."""
+        del machines, survives
+        return [cls(), *([cls(steps=32)] if lossy else [])]
 
     @property
     def facts(self) -> Facts:

@@ -6,55 +6,22 @@ Stages pass on outputs and get as much back as gradients; replicas, and stages t
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
-
-from torch import Tensor, nn
 
 from manyhands.data.batches import cut, split
-from manyhands.data.randomness import preserved
 from manyhands.engine.chain import chain_of
 from manyhands.engine.exchange import Traffic
 from manyhands.facts import TracedModel, WorkerTraffic, silent
 from manyhands.strategies.common.grid.grid_group import (
-    PlayedGroup,
     traffic_of_agreement,
     traffic_of_gradients,
     traffic_of_sum,
 )
-from manyhands.strategies.pipeline.cuts import balanced, parts_of
-from manyhands.strategies.pipeline.ends import StandIn, input_of
+from manyhands.strategies.pipeline.cuts import balanced
 from manyhands.strategies.pipeline.exchange import holding_of
+from manyhands.strategies.pipeline.played_chain import Cuts, PlayedChain, play_chain
 from manyhands.strategies.pipeline.strategy import Pipeline
-from manyhands.strategies.tensor.lazy_tensor import as_whole
-from manyhands.strategies.tensor.predicted import are_alike, each_slice
-from manyhands.strategies.tensor.slicing import slice_modules
-from manyhands.strategies.tensor.slicing_plan import Slicing, find_plan
 
 __all__ = ["sent_in_step"]
-
-Cuts = tuple[int, ...]
-
-
-class _Output(NamedTuple):
-    """What a layer hands on."""
-
-    num_bytes: int
-    shape: tuple[int, ...]
-    has_gradient: bool  # which comes back
-
-    @staticmethod
-    def of(x: Tensor) -> _Output:
-        return _Output(x.nbytes, tuple(x.shape), x.is_floating_point())
-
-
-class PlayedChain(NamedTuple):
-    """One slice of all stages after a forward and a backward of some samples; see `Played`."""
-
-    sent: Traffic
-    parameters: list[nn.Parameter]
-    alike: bool
-    model: nn.Module
-    outputs: tuple[_Output | None, ...]  # by layer; None for no tensor, and inside the stages of slices
 
 
 def sent_in_step(strategy: Pipeline, traced: TracedModel, workers: int) -> list[WorkerTraffic] | None:
@@ -122,45 +89,11 @@ def _cuts(strategy: Pipeline, traced: TracedModel, samples: int) -> Cuts | None:
         return strategy.cuts
     if parts in (1, len(chain)) and not strategy.memory:
         return tuple(range(1, parts))
-    [played] = _play(traced, 1, samples, None)
+    [played] = play_chain(traced, 1, samples, None)
     if len({output and output.num_bytes for output in played.outputs[:-1]}) > 1:
         return None
     return balanced([sum(one.nbytes for one in module.parameters()) for module in chain], parts)
 
 
 def _played(strategy: Pipeline, traced: TracedModel, samples: int, cuts: Cuts) -> list[PlayedChain]:
-    return _play(traced, strategy.tensor, samples, cuts if strategy.tensor > 1 else None)
-
-
-def _play(traced: TracedModel, slices: int, samples: int, cuts: Cuts | None) -> list[PlayedChain]:
-    key = ("pipeline", slices, samples, cuts)
-    if key not in traced.played:
-        with preserved():
-            traced.played[key] = each_slice(
-                slices, lambda index: _played_slice(traced, index, slices, samples, cuts or ())
-            )
-    found: list[PlayedChain] = traced.played[key]
-    return found
-
-
-def _played_slice(traced: TracedModel, index: int, slices: int, samples: int, cuts: Cuts) -> PlayedChain:
-    model = traced.copy()
-    group, chain = PlayedGroup(index, slices), chain_of(model)
-    plan: dict[str, Slicing] = {}
-    if slices > 1:
-        for within in parts_of(cuts, len(chain)):
-            plan |= find_plan(model, slices, chain[within.start : within.stop])
-        slice_modules(model, group, plan, part=chain)
-    batch, outputs = traced.batch(samples), list[_Output | None]()
-    x = input_of(traced.task.loss, batch)
-    for place, module in enumerate(chain, 1):
-        x = module(x)
-        if slices == 1 or place in cuts:  # elsewhere, what is sliced stays so
-            x = as_whole(x)
-            outputs.append(_Output.of(x) if isinstance(x, Tensor) else None)
-        else:
-            outputs.append(None)
-    traced.task.loss(StandIn(output=x), batch).backward()
-    return PlayedChain(
-        group.traffic(), list(model.parameters()), are_alike(model, plan), model, tuple(outputs)
-    )
+    return play_chain(traced, strategy.tensor, samples, cuts if strategy.tensor > 1 else None)

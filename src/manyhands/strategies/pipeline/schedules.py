@@ -84,6 +84,8 @@ class PartTimes:
     """Time for the gradient of the part's parameters; schedules that do not split it off add it to backward."""
     send: tuple[float, ...]
     """Time for a part's messages to arrive: its output at the next part, its gradient at the part before."""
+    send_back: tuple[float, ...] = ()
+    """That of its gradient alone, where it is another."""
 
     def of_work(self, schedule: Schedule) -> dict[Pass, tuple[float, ...]]:
         """Time of a work item of each kind, by part; backward has both gradients unless the schedule splits them."""
@@ -127,7 +129,7 @@ class _Player:
         self._count, self._over_time = schedule.microbatches, schedule.over_time
         took = times.of_work(schedule)
         self._forward_s, self._backward_s = took[Pass.FORWARD], took[Pass.BACKWARD]
-        self._weights_s, self._send_s = took[Pass.WEIGHTS], times.send
+        self._weights_s, self._send_s = took[Pass.WEIGHTS], (times.send, times.send_back or times.send)
         unknown: list[float | None] = [None] * (self._parts * self._count)
         self._forward, self._backward = unknown.copy(), unknown.copy()
         self._output, self._gradient = unknown.copy(), unknown.copy()
@@ -175,7 +177,7 @@ class _Player:
         if self._stages == 1:
             return end
         wire = self._wire[direction]
-        wire[stage] = max(end, wire[stage]) + self._send_s[part]
+        wire[stage] = max(end, wire[stage]) + self._send_s[direction][part]
         return wire[stage]
 
 

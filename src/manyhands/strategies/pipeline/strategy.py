@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar
 
@@ -138,16 +138,23 @@ class Pipeline(Strategy):
         return self.grid(workers).data
 
     @classmethod
-    def choices(cls, machines: Machines, *, survives: bool = False) -> Sequence[Strategy]:
+    def choices(
+        cls, machines: Machines, *, survives: bool = False, lossy: bool = False
+    ) -> Sequence[Strategy]:
         """Every number of stages that divides the workers, with few and with many micro-batches."""
-        del survives
+        del survives, lossy
         stages = [count for count in (2, 4, 8, 16) if machines.workers % count == 0]
         return [cls(stages=count, microbatches=many * count) for count in stages for many in (1, 2, 4)]
 
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
+        """Of each stage, where the cuts are known; else of the fullest one of stages of equal size."""
         grid, table = self.grid(workers), self.table()
         held, parts = max(most_held(table)), self.stages * self.tensor
         samples = -(-model.batch_size // (grid.data * self.microbatches))
+        if self.cuts and self.tensor == 1 and model.traced is not None and not table.over_time:
+            from manyhands.strategies.pipeline.predicted_memory import needs_of_stages
+
+            return needs_of_stages(table, model, self.cuts, samples, grid.data, recompute=self.recompute)
         return [
             WorkerMemory(
                 who="worker",
@@ -163,15 +170,20 @@ class Pipeline(Strategy):
 
     def predict(self, profile: TaskProfile, machines: Machines) -> PredictedStep | None:
         """The schedule is played with the times of its parts; replicas sum the gradients of a stage afterwards."""
-        table, layers = self.table(), profile.layers
-        if self.tensor > 1 or table.over_time or len(layers) < table.parts:
+        table = self.table()
+        if self.tensor > 1 or table.over_time:
             return None
-        from manyhands.strategies.pipeline.predicted_parts import predicted_parts
+        from manyhands.strategies.pipeline.predicted_parts import predicted_cuts, predicted_parts
 
         replicas = self.grid(machines.workers).data
-        return predicted_parts(
-            table, profile, machines, replicas=replicas, cuts=self.cuts, recompute=self.recompute
+        cuts = self.cuts or predicted_cuts(table, profile, replicas)
+        if cuts is None:
+            return None
+        found = predicted_parts(
+            table, profile, machines, replicas=replicas, cuts=cuts, recompute=self.recompute
         )
+        measures = not self.cuts and not self.memory and profile.model.traced is not None
+        return replace(found, with_settings=replace(self, cuts=cuts)) if measures else found
 
     def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
         super().check(workers, device, compiled=compiled)

@@ -159,23 +159,37 @@ class Ps(Strategy):
         return placed, workers
 
     @classmethod
-    def choices(cls, machines: Machines, *, survives: bool = False) -> Sequence[Strategy]:
-        """One server, and up to one for each worker; in step and not; with `survives`, a second one for each shard."""
+    def choices(
+        cls, machines: Machines, *, survives: bool = False, lossy: bool = False
+    ) -> Sequence[Strategy]:
+        """One server, and up to one for each worker; in step and not.
+
+        With `survives`, a second server for each shard; with `lossy`, a bound on staleness, and codecs between hosts.
+        """
         counts = [count for count in (1, 2, 4, 8, 16) if count <= machines.workers]
         policies = [parse_consistency(text) for text in ("sync", "async")]
         found = [cls(servers=count, consistency=policy) for policy in policies for count in counts]
+        if lossy:
+            found += [cls(servers=counts[-1], consistency=parse_consistency(f"bounded:{k}")) for k in (1, 4)]
+        if lossy and machines.hosts > 1:
+            found += [cls(servers=counts[-1], link="tcp", codec=codec) for codec in ("bf16", "int8")]
         return [*found, *(cls(servers=count, replicas=1) for count in counts if survives and count > 1)]
 
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
-        """Servers keep shards and step them; a worker has the parameters that it computes with."""
+        """Servers keep shards and step them; a worker has its parameters, or all read one copy."""
         servers = self.num_server_processes
+        in_place = self.reads_in_place
         worker = WorkerMemory(
             who="worker",
             count=workers,
-            weights=model.weights,
+            weights=model.buffers if in_place else model.weights,
             gradients=model.gradients,
             state=model.state if self.averages else 0,
-            activations=model.activations(workers if self.consistency.stepwise else 1),
+            activations=model.working(
+                workers if self.consistency.stepwise else 1,
+                keeps_gradients=True,
+                share=float(self.averages),
+            ),
         )
         server = WorkerMemory(
             who="server",
@@ -183,7 +197,8 @@ class Ps(Strategy):
             weights=model.parameters * (1 + self.replicas) // servers,
             state=0 if self.averages else model.state * (1 + self.replicas) // servers,
         )
-        return [worker, server]
+        read = WorkerMemory(who="shared by all", weights=model.parameters)
+        return [worker, server, *([read] if in_place else [])]
 
     def predict(self, profile: TaskProfile, machines: Machines) -> PredictedStep | None:
         """In step, all push and pull at once, so that a server's link carries the shards of all workers.
@@ -191,7 +206,9 @@ class Ps(Strategy):
         Otherwise each worker computes whole batches; together they cannot push more than the servers' links and
         optimizers get through.
         """
-        if self.codec != RAW or self.averages or self.replicas:
+        from manyhands.strategies.common.coded_times import carries_values, coding_s, has_known_time, left_by
+
+        if self.averages or self.replicas or not has_known_time(self.codec):
             return None
         workers, shards = machines.workers, self.servers
         rate = (
@@ -201,19 +218,24 @@ class Ps(Strategy):
             if self.uses_network
             else machines.memory
         )
-        size, step_s = profile.model.gradients, profile.optimizer_s / shards
-        served_s = rate.seconds(size / shards)  # one worker's part of one shard, each way
+        whole, step_s = profile.model.gradients, profile.optimizer_s / shards
+        pushed = left_by(self.codec, whole)
+        pulled = pushed if carries_values(self.codec) else whole
+        coded_s = coding_s(self.codec, machines, whole, pushes=True)
+        # What one worker pushes to one shard, and pulls from it, and what it takes the shard's server.
+        sizes = (pushed, pulled)
         if self.consistency.lockstep:
-            moved_s = max(rate.seconds(size), workers * served_s)
+            moved_s = sum(max(rate.seconds(size), workers * rate.seconds(size / shards)) for size in sizes)
             return PredictedStep(
                 compute_s=profile.compute_s(workers),
-                exchange_s=2 * moved_s,
+                exchange_s=moved_s + coded_s * (1 + workers / shards),
                 waiting_s=profile.waiting_s(workers),
                 optimizer_s=step_s,
             )
-        compute_s, moved_s = profile.compute_s(), 2 * rate.seconds(size)
+        compute_s, moved_s = profile.compute_s(), coded_s + sum(map(rate.seconds, sizes))
         alone_s = compute_s + moved_s + step_s
-        most_s = workers * max(step_s, served_s)
+        served_s = max(rate.seconds(size / shards) for size in sizes)
+        most_s = workers * max(step_s + coded_s / shards, served_s)
         waiting_s = max(0.0, most_s - alone_s)
         return PredictedStep(
             compute_s=compute_s, exchange_s=moved_s, waiting_s=waiting_s, optimizer_s=step_s, batches=workers
@@ -237,12 +259,10 @@ class Ps(Strategy):
             Waits.LAGGARDS: "a larger bound would not hide a lasting straggler, consistency=async would",
             Waits.NOBODY: "",
         }
+        anew = ", but its optimizer starts without state" if self.averages else ""
+        successor = f"the others continue; a successor takes its place, and no update is applied twice{anew}"
         promises = Promises(
-            worker_dies=Promise(
-                answer=Answer.YES,
-                words="the others continue; a successor takes its place, and no update is applied twice"
-                + (", but its optimizer starts without state" if self.averages else ""),
-            ),
+            worker_dies=Promise(answer=Answer.YES, words=successor),
             server_dies=Promise(
                 answer=Answer.YES, words="its shards are kept by a second server, which takes over"
             )

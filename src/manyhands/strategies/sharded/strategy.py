@@ -57,7 +57,7 @@ class Sharded(Strategy):
                 weights=model.parameters // workers + model.buffers,
                 gradients=model.gradients // workers,
                 state=model.state // workers,
-                activations=model.activations(workers),
+                activations=model.working(workers, keeps_gradients=True, share=1 / workers),
                 besides=5 * model.largest_layer + 2 * lasting,
                 what="this layer and the next one, gradients of two layers and received parts of one; shared "
                 "parameters stay for the complete step",

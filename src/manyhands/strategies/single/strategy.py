@@ -71,10 +71,27 @@ class Single(Strategy):
         ]
 
     def predict(self, profile: TaskProfile, machines: Machines) -> PredictedStep | None:
-        del machines
-        if self.device_memory:
-            return None
-        return PredictedStep(compute_s=profile.compute_s(), optimizer_s=profile.optimizer_s)
+        """With `device_memory`, layers come and go by the link `memory`, with their optimizer state in backward."""
+        found = PredictedStep(compute_s=profile.compute_s(), optimizer_s=profile.optimizer_s)
+        if not self.device_memory or not profile.layers:
+            return found
+        from manyhands.strategies.common.step_times import gathered_s
+
+        model, samples = profile.model, profile.samples(1)
+        kept = model.state / (model.parameters or 1)
+        values_s = [machines.memory.seconds(layer.gradient_bytes) for layer in profile.layers]
+        # Its gradient's step brings the state, and values and state go back meanwhile, in the other direction.
+        both_s = [machines.memory.seconds((1 + kept) * layer.gradient_bytes) for layer in profile.layers][
+            ::-1
+        ]
+        forward_s = [layer.forward.seconds(samples) for layer in profile.layers]
+        backward_s = [layer.backward.seconds(samples) for layer in reversed(profile.layers)]
+        if plan_budget(self.device_memory, _units(model), model.buffers).ahead:
+            whole_s = gathered_s(forward_s, values_s) + gathered_s(backward_s, both_s) + both_s[-1]
+            moved_s = whole_s - sum(forward_s) - sum(backward_s)
+        else:
+            moved_s = sum(values_s) + 2 * sum(both_s)
+        return replace(found, exchange_s=moved_s)
 
     def sends(self, model: ModelFootprint, workers: int) -> list[WorkerTraffic]:
         del model

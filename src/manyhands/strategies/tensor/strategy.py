@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,9 +11,13 @@ from manyhands.facts import (
     CUT_ON_ONE_HOST,
     IN_STEP,
     Facts,
+    Machines,
     ModelFootprint,
+    PredictedStep,
     Split,
+    StepCosts,
     Stepping,
+    TaskProfile,
     Truth,
     WorkerMemory,
 )
@@ -55,19 +60,45 @@ class Tensor(Strategy):
         return self.grid(workers).data
 
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
-        grid = self.grid(workers)
+        """Every worker holds all layers that are not sliced."""
+        grid, traced = self.grid(workers), model.traced
+        if grid.slices == 1:
+            return super().needs(model, workers)
+        if traced is None:
+            held, gradients = model.parameters // grid.slices, model.gradients // grid.slices
+            working = model.activations(grid.data)
+        else:
+            from manyhands.strategies.tensor.played_slices import held_in_slices
+
+            slice_ = held_in_slices(traced, grid.slices, -(-model.batch_size // grid.data))
+            held, gradients = slice_.held, slice_.gradients
+            backward = slice_.peaks.beside if model.microbatches > 1 else slice_.peaks.together - gradients
+            working = max(backward, model.step_work * held // model.parameters)
         return [
             WorkerMemory(
                 who="worker",
                 count=workers,
-                weights=model.parameters // grid.slices + model.buffers,
-                gradients=model.gradients // grid.slices,
-                state=model.state // grid.slices,
-                activations=model.activations(grid.data),
-                what="nothing; every worker holds all layers that are not sliced; sliced ones need fewer activations "
-                "than this",
+                weights=held + model.buffers,
+                gradients=gradients,
+                state=model.state * held // (model.parameters or 1),
+                activations=working,
             )
         ]
+
+    def predict(self, profile: TaskProfile, machines: Machines) -> PredictedStep | None:
+        """Each slice computes its part of the layers that can be cut, and sums and gathers activations in between."""
+        from manyhands.strategies.tensor.predicted_slices import predicted_slices
+
+        return predicted_slices(profile, machines, self.grid(machines.workers))
+
+    @classmethod
+    def choices(
+        cls, machines: Machines, *, survives: bool = False, lossy: bool = False
+    ) -> Sequence[Strategy]:
+        """All workers as slices of one copy, and every few of them that divide the workers."""
+        del survives, lossy
+        few = (count for count in (2, 4, 8, 16) if count < machines.workers and machines.workers % count == 0)
+        return [cls(), *(cls(slices=count) for count in few)]
 
     def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
         super().check(workers, device, compiled=compiled)
@@ -82,6 +113,7 @@ class Tensor(Strategy):
         """All workers take every step together; every slice of a layer sees all samples of its replica."""
         return Facts(
             promises=IN_STEP,
+            usual_costs=StepCosts(step_s=4e-4, message_s=2e-4, byte_s=2e-9),
             stepping=(Stepping.IN_PIECES,),
             splits_batches=False,
             leaves_steps_out=True,

@@ -10,6 +10,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Final
 
 import torch
@@ -31,6 +32,7 @@ __all__ = [
     "traffic_of_agreement",
     "traffic_of_gradients",
     "traffic_of_sum",
+    "traffic_of_sums",
     "waits_of",
 ]
 
@@ -187,6 +189,7 @@ def _traffic_of_sum(num_bytes: int, item_bytes: int, index: int, members: int) -
     return Traffic(messages_sent=2 * others, bytes_sent=num_bytes - mine + others * mine)
 
 
+@lru_cache(maxsize=4096)
 def traffic_of_sum(num_bytes: int, members: int) -> Traffic:
     """What all members together send for an `all_reduce` of so many bytes."""
     sent = (_traffic_of_sum(num_bytes, 1, index, members) for index in range(members))
@@ -202,6 +205,15 @@ def traffic_of_gradients(members: int, parameters: Sequence[nn.Parameter]) -> Tr
     for bucket in _buckets([one for one in trained if one.grad is not None]):
         total += traffic_of_sum(sum(one.nbytes for one in bucket), members)
     return total
+
+
+def traffic_of_sums(num_bytes: int, members: int) -> Traffic:
+    """The same of gradients of which only the bytes are known."""
+    rest = num_bytes % _BUCKET_BYTES
+    whole = traffic_of_sum(_BUCKET_BYTES, members) if num_bytes >= _BUCKET_BYTES else Traffic()
+    count = num_bytes // _BUCKET_BYTES
+    total = Traffic(messages_sent=count * whole.messages_sent, bytes_sent=count * whole.bytes_sent)
+    return total + traffic_of_sum(rest, members)
 
 
 def traffic_of_agreement(workers: int) -> Traffic:

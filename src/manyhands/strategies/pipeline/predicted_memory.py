@@ -1,0 +1,108 @@
+"""What each stage of a pipeline holds: its part of the model, and activations of the micro-batches in flight."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from manyhands.data.randomness import preserved
+from manyhands.engine.chain import chain_of
+from manyhands.facts import ModelFootprint, TracedModel, WorkerMemory
+from manyhands.strategies.common.peak_memory import CountedMemory
+from manyhands.strategies.pipeline.cuts import parts_of
+from manyhands.strategies.pipeline.ends import StandIn, input_of
+from manyhands.strategies.pipeline.played_chain import places_of_parameters
+from manyhands.strategies.pipeline.schedule_cost import most_held
+from manyhands.strategies.pipeline.schedules import Schedule
+
+__all__ = ["needs_of_stages"]
+
+
+def needs_of_stages(
+    table: Schedule,
+    model: ModelFootprint,
+    cuts: tuple[int, ...],
+    samples: int,
+    replicas: int,
+    *,
+    recompute: bool,
+) -> list[WorkerMemory]:
+    """Of each stage of a chain with these cuts, and micro-batches of so many samples.
+
+    A part holds what forward has left of all micro-batches in flight but one, and what that one takes at its peak.
+    """
+    traced = model.traced
+    assert traced is not None, "the chain is known"
+    held, held_bytes = most_held(table, by_part=True), _bytes_of_places(traced)
+    parts = parts_of(cuts, len(held_bytes))
+    rows = []
+    for stage in range(table.stages):
+        own = [(held[number], part) for number, part in enumerate(parts) if number % table.stages == stage]
+        weights = sum(held_bytes[place] for _, part in own for place in part)
+        share = weights / (model.parameters or 1)
+        played = [(count, _played(traced, part, samples)) for count, part in own]
+        kept = sum(count * (one.given if recompute else one.kept) for count, one in played)
+        working = kept + max(one.peak - (one.given if recompute else one.kept) for _, one in played)
+        rows.append(
+            WorkerMemory(
+                who=f"stage {stage}",
+                count=replicas,
+                weights=weights + model.buffers,
+                gradients=round(model.gradients * share),
+                state=round(model.state * share),
+                activations=max(working, model.step_work if weights else 0),
+            )
+        )
+    return rows
+
+
+class _PlayedPart(NamedTuple):
+    """Bytes of one micro-batch in a part: of its input from another stage, after forward, and at the peak."""
+
+    given: int
+    kept: int
+    peak: int
+
+
+def _played(traced: TracedModel, part: range, samples: int) -> _PlayedPart:
+    key = ("part of a pipeline", part, samples)
+    if key not in traced.played:
+        with preserved(), traced.tracing():
+            traced.played[key] = _play(traced, part, samples)
+    found: _PlayedPart = traced.played[key]
+    return found
+
+
+def _play(traced: TracedModel, part: range, samples: int) -> _PlayedPart:
+    model = traced.copy()
+    chain, batch = chain_of(model), traced.batch(samples)
+    x, is_last = input_of(traced.task.loss, batch), part.stop == len(chain)
+    with torch.no_grad():
+        for place in range(part.start):
+            x = chain[place](x)
+    came, given = [one for one in tree_leaves(x) if isinstance(one, Tensor)], 0
+    if part.start:
+        x = x.detach().requires_grad_(x.is_floating_point())
+        given = x.nbytes
+    fixed = [one for one in tree_leaves(batch) if isinstance(one, Tensor)]
+    counted = CountedMemory([*model.parameters(), *model.buffers(), *fixed, *came])
+    with counted.of_gradients(model), counted:
+        for place in part:
+            x = chain[place](x)
+        root = traced.task.loss(StandIn(output=x), batch) if is_last else x
+        kept = counted.now
+        if root.requires_grad:
+            root.backward(None if is_last else torch.empty_like(root))
+    return _PlayedPart(given, given + kept, given + counted.peak_beside)
+
+
+def _bytes_of_places(traced: TracedModel) -> list[int]:
+    """Of the parameters that each place of the chain holds; one that several share counts where it is used first."""
+    by_place = [0] * len(chain_of(traced.model))
+    known = {id(one): one for one in traced.model.parameters()}
+    for one, place in places_of_parameters(traced).items():
+        by_place[place] += known[one].nbytes
+    return by_place

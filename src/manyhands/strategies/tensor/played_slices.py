@@ -1,0 +1,146 @@
+"""Slices of a model that compute on tensors without memory: what each sends, holds and takes is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, TypeVar
+
+from torch import nn
+
+from manyhands.data.batches import cut
+from manyhands.data.randomness import preserved
+from manyhands.engine.exchange import Traffic
+from manyhands.facts import TracedModel
+from manyhands.strategies.common.grid.grid_group import PlayedGroup
+from manyhands.strategies.common.peak_memory import StepPeaks, peaks_of_step
+from manyhands.strategies.common.sharding.layer_units import units_of
+from manyhands.strategies.tensor.sliced_layers import SlicedModule
+from manyhands.strategies.tensor.slicing import slice_modules
+from manyhands.strategies.tensor.slicing_plan import Plan, SliceKind
+
+__all__ = [
+    "PlayedSlice",
+    "are_alike",
+    "each_slice",
+    "held_in_slices",
+    "held_shares",
+    "moved_in_pieces",
+    "piece_of",
+    "played",
+]
+
+
+class Played(Protocol):
+    """One slice of a model after a forward and a backward."""
+
+    @property
+    def sent(self) -> Traffic:
+        """What it sent to the other slices."""
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """What it holds of each parameter, in the order of the model, with gradients."""
+
+    @property
+    def alike(self) -> bool:
+        """Whether all slices have the same sizes and send the same."""
+
+
+P = TypeVar("P", bound=Played)
+
+
+class PlayedSlice(NamedTuple):
+    """See `Played`."""
+
+    sent: Traffic
+    parameters: list[nn.Parameter]
+    alike: bool
+    shares: tuple[float, ...]  # of each unit of the model, how much this slice computes
+    peaks: StepPeaks
+
+    @property
+    def held(self) -> int:
+        """Bytes of its parameters."""
+        return sum(one.nbytes for one in self.parameters)
+
+    @property
+    def gradients(self) -> int:
+        return sum(one.nbytes for one in self.parameters if one.requires_grad)
+
+
+def held_shares(traced: TracedModel, slices: int, samples: int) -> tuple[float, ...]:
+    """Of each unit of the model, the share that the slice with most of it computes."""
+    each = played(traced, slices, piece_of(traced, samples))
+    return tuple(map(max, zip(*(one.shares for one in each), strict=True)))
+
+
+def held_in_slices(traced: TracedModel, slices: int, samples: int) -> PlayedSlice:
+    """The slice that holds most, for so many samples."""
+    return max(
+        played(traced, slices, piece_of(traced, samples)), key=lambda one: one.held + one.peaks.together
+    )
+
+
+def moved_in_pieces(traced: TracedModel, slices: int, samples: int) -> Traffic:
+    """What all slices of a replica send for so many samples, in forward and backward."""
+    pieces = cut(samples, traced.task.microbatches)
+    return sum((one.sent for piece in pieces for one in played(traced, slices, len(piece))), Traffic())
+
+
+def piece_of(traced: TracedModel, samples: int) -> int:
+    """Samples of the largest piece that a share of so many is computed in."""
+    return len(cut(samples, traced.task.microbatches)[0])
+
+
+def played(traced: TracedModel, slices: int, samples: int) -> list[PlayedSlice]:
+    """Every slice of a model, after a forward and a backward of so many samples."""
+    key = ("tensor", slices, samples)
+    if key not in traced.played:
+        with preserved():
+            traced.played[key] = each_slice(
+                slices, lambda index: _played_slice(traced, index, slices, samples)
+            )
+    found: list[PlayedSlice] = traced.played[key]
+    return found
+
+
+def each_slice(slices: int, play: Callable[[int], P]) -> list[P]:
+    """Every slice, played; only the first one where all are alike."""
+    first = play(0)
+    return [first] * slices if first.alike else [first, *map(play, range(1, slices))]
+
+
+def _played_slice(traced: TracedModel, index: int, slices: int, samples: int) -> PlayedSlice:
+    model = traced.copy()
+    group, wholes, units = PlayedGroup(index, slices), list(model.parameters()), units_of(model)
+    named = dict(model.named_modules())
+    sliced = slice_modules(model, group)
+    rows = [named[name] for name, how in sliced.plan.items() if how.kind is SliceKind.SPATIAL]
+    by_rows = {id(one) for module in rows for one in module.parameters()}
+    batch = traced.batch(samples)
+    peaks = peaks_of_step(model, batch, lambda: traced.task.loss(model, batch))
+    cut_ones = sliced.cut
+
+    def held(one: nn.Parameter) -> float:
+        """Of its items; a slice of an image's rows computes with all of them, on fewer rows."""
+        mine = cut_ones.get(id(one))
+        return mine.local.numel() if mine else one.numel() / (slices if id(one) in by_rows else 1)
+
+    return PlayedSlice(
+        sent=group.traffic(),
+        parameters=[cut_ones[id(one)].local if id(one) in cut_ones else one for one in wholes],
+        alike=are_alike(model, sliced.plan),
+        shares=tuple(
+            sum(map(held, unit.parameters)) / sum(map(nn.Parameter.numel, unit.parameters)) for unit in units
+        ),
+        peaks=peaks,
+    )
+
+
+def are_alike(model: nn.Module, plan: Plan) -> bool:
+    """Whether all slices of a sliced model have the same sizes; those of an image's rows differ in their neighbours."""
+    by_rows = any(how.kind is SliceKind.SPATIAL for how in plan.values())
+    cuts = [
+        cuts for one in model.modules() if isinstance(one, SlicedModule) for cuts in one.sliced.cuts.values()
+    ]
+    return not by_rows and all(len({cut.end - cut.begin for cut in found}) == 1 for found in cuts)
