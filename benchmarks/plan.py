@@ -4,7 +4,8 @@
 
 For each task and number of workers, what `manyhands plan` does: the task is measured, every plan is predicted. Then
 each plan is run for some seconds, all in turn, in several rounds; the first is the trial of `--verify`, the others
-are what was seen. Nothing is fitted to these runs. Beside the predictions stands a null model: a step takes the time of
+are what was seen. What was seen of the first tasks corrects the predictions of the others, as it does for a user who
+verifies plans; nothing else is fitted. Beside the predictions stands a null model: a step takes the time of
 `single` divided by the workers. Beside the choices stand two rules: always `mirrored`, and always `single`.
 """
 
@@ -17,6 +18,7 @@ import os
 import platform
 import statistics
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,10 +27,13 @@ import torch
 
 import manyhands as mh
 from manyhands.errors import ManyhandsError, UserError, first_line
+from manyhands.foresight.plan.machine_record import MachineRecord
 from manyhands.foresight.plan.plan_search import PlanRow
 from manyhands.foresight.plan.planning import TaskPlan, plan
 from manyhands.foresight.plan.step_costs import try_steps
+from manyhands.foresight.plan.track_record import SeenStep, cost_class
 from manyhands.strategies.auto.promised import Must
+from manyhands.strategy import Strategy
 from plan_tasks import HELD_OUT, SEEN
 
 LIKELY = 3  # plans that `--verify 3` tries
@@ -127,6 +132,7 @@ def case(name: str, task: mh.Task, workers: int, asked: argparse.Namespace) -> d
             {
                 "strategy": text,
                 "predicted_ms": round(1e3 * (row.seconds or 0.0), 4),
+                "uncorrected_ms": round(1e3 * row.uncorrected_s, 4),
                 "seen_ms": round(1e3 * truth[text], 4),
                 "spread": round(max(seen[text][1:]) / min(seen[text][1:]) - 1, 4),
                 "error": round((row.seconds or 0.0) / truth[text] - 1, 4),
@@ -135,6 +141,18 @@ def case(name: str, task: mh.Task, workers: int, asked: argparse.Namespace) -> d
             }
         )
     return {"task": name, "workers": workers, "rows": told, "choices": choices(found, seen)}
+
+
+def remember(found: dict[str, Any]) -> None:
+    pairs = [
+        SeenStep(
+            kind=cost_class(Strategy.parse(one["strategy"])),
+            predicted_s=one["uncorrected_ms"] / 1e3,
+            seen_s=one["seen_ms"] / 1e3,
+        )
+        for one in found["rows"]
+    ]
+    MachineRecord.of_this_machine().add_pairs(found["workers"], pairs)
 
 
 def summary(cases: list[dict[str, Any]]) -> dict[str, Any]:
@@ -193,6 +211,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/plan-2.json"))
     asked = parser.parse_args()
     built, cases = {**SEEN, **HELD_OUT}, []
+    folder = tempfile.TemporaryDirectory(prefix="manyhands-plan-")
+    os.environ["XDG_CACHE_HOME"] = folder.name  # what this machine remembers, from here on, is this run's
     for workers in map(int, asked.workers.split(",")):
         for name in asked.tasks.split(","):
             try:
@@ -201,6 +221,8 @@ def main() -> None:
                 say(f"{name}: {error}")
                 continue
             show(cases[-1])
+            if name in SEEN:  # as `--verify` does: what was seen corrects what is predicted next
+                remember(cases[-1])
     held_out = [found for found in cases if found["task"] in HELD_OUT]
     record = {
         "cores": len(os.sched_getaffinity(0)),

@@ -99,7 +99,7 @@ def _estimate(task: Task, mode: FakeTensorMode | None, report: Callable[[str], N
         report(f"{_DOES[mode is not None]} a batch of {most} through {numbers:,} parameters")
         large = _saved(task, model, units, _batch(source, most, mode))
         small = large if few == most else _saved(task, model, units, _batch(source, few, mode))
-        step_work = _step_work(task, model) if mode is not None else 0
+        step_work = _step_work(task) if mode is not None else 0
     saved = Growth.through(few, small.saved, most, large.saved)
     footprint = ModelFootprint(
         parameters=_bytes_of(model.parameters()),
@@ -204,22 +204,24 @@ def _saved(task: Task, model: nn.Module, units: Iterable[Unit], batch: Any) -> _
     return _Seen(total, by_unit, peaks)
 
 
-def _step_work(task: Task, model: nn.Module) -> int:
-    """The bytes of temporary values of an optimizer's second step; 0 where it looks at values."""
-    optimizer = optimizer_of(task, model)
-    trained = [one for one in model.parameters() if one.requires_grad]
-    for one in trained:
-        one.grad = torch.empty_like(one)
-    try:
-        optimizer.step()  # makes its state
-        state = [value for kept in optimizer.state.values() for value in kept.values()]
-        known = [*trained, *(one.grad for one in trained), *(one for one in state if isinstance(one, Tensor))]
-        return new_memory([one for one in known if one is not None], optimizer.step)
-    except Exception:  # an optimizer that needs more than gradients
-        return 0
-    finally:
+def _step_work(task: Task) -> int:
+    """The bytes of temporary values of an optimizer's second step; 0 where it looks at values.
+
+    In a fake mode of its own: torch 2.11 crashes where models are made later in one in which an optimizer has stepped.
+    """
+    with torch.utils._python_dispatch._disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True):
+        model = task.model()
+        optimizer = optimizer_of(task, model)
+        trained = [one for one in model.parameters() if one.requires_grad]
         for one in trained:
-            one.grad = None
+            one.grad = torch.empty_like(one)
+        try:
+            optimizer.step()  # makes its state
+            state = [value for kept in optimizer.state.values() for value in kept.values()]
+            made = [*(one.grad for one in trained), *state]
+            return new_memory([*trained, *(one for one in made if isinstance(one, Tensor))], optimizer.step)
+        except Exception:  # an optimizer that needs more than gradients
+            return 0
 
 
 def _state_bytes(optimizer: Optimizer, mode: FakeTensorMode | None) -> int:
