@@ -2,11 +2,13 @@
 
     python benchmarks/plan.py --workers 2 --json benchmarks/results/plan-2.json
 
-For each task and number of workers, what `manyhands plan` does: the task is measured, every plan is predicted. Then
-each plan is run for some seconds, all in turn, in several rounds; the first is the trial of `--verify`, the others
-are what was seen. What was seen of the first tasks corrects the predictions of the others, as it does for a user who
-verifies plans; nothing else is fitted. Beside the predictions stands a null model: a step takes the time of
-`single` divided by the workers. Beside the choices stand two rules: always `mirrored`, and always `single`.
+For each task and number of workers, in several rounds: what `manyhands plan` does (the task is measured, every plan is
+predicted), and then each plan is run for a moment. A prediction is held against what was seen in its own round. The
+choice, and what `--verify` would make of it, is the first round's, and is judged by the others. What was seen of the
+first tasks corrects the predictions of the others, as it does for a user who verifies plans; nothing else is fitted.
+
+Beside the predictions stands a null model: a step takes the time of `single` divided by the workers. Beside the choices
+stand two rules: always `mirrored`, and always `single`.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,22 +46,33 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def measured(
-    task: mh.Task, rows: Sequence[PlanRow], rounds: int, seconds: float, device: str
-) -> dict[str, list[float]]:
-    """The step time of every plan in each round."""
-    seen: dict[str, list[float]] = {str(row.strategy): [] for row in rows}
-    for _ in range(rounds):
-        for row in rows:
-            text = str(row.strategy)
-            try:
-                took_s = try_steps(task, row.strategy, row.workers, seconds, row.seconds, device)
-            except ManyhandsError as error:
-                say(f"  {text} failed: {first_line(error)}")
-                continue
-            if took_s is not None:
-                seen[text].append(took_s)
-    return {text: times for text, times in seen.items() if len(times) == rounds}
+@dataclass(frozen=True)
+class Round:
+    """One plan, and what each of its rows took right after it."""
+
+    found: TaskPlan
+    seen: dict[str, float]
+
+    @property
+    def rows(self) -> dict[str, PlanRow]:
+        return {str(row.strategy): row for row in self.found.ranked.rows if str(row.strategy) in self.seen}
+
+
+def measured(task: mh.Task, workers: int, asked: argparse.Namespace) -> Round:
+    """Predict every plan, and run each for a moment: a machine is not as fast a minute later."""
+    found = plan(task, workers=workers, must="none", device=asked.device)
+    seen: dict[str, float] = {}
+    for row in found.ranked.rows:
+        if row.predicted is None or not row.is_open:
+            continue
+        try:
+            took_s = try_steps(task, row.strategy, row.workers, asked.seconds, row.seconds, asked.device)
+        except ManyhandsError as error:
+            say(f"  {row.strategy} failed: {first_line(error)}")
+            continue
+        if took_s is not None:
+            seen[str(row.strategy)] = took_s
+    return Round(found, seen)
 
 
 def constraints(found: TaskPlan) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -86,30 +100,29 @@ def left_by(limits: dict[str, Any], found: TaskPlan) -> list[PlanRow]:
     return sorted(left, key=lambda row: row.seconds or math.inf)
 
 
-def choices(found: TaskPlan, seen: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """Of each constraint: what is chosen, and by how much that is slower than the best that was seen."""
-    truth = {text: statistics.median(times[1:]) for text, times in seen.items()}
+def choices(rounds: Sequence[Round], texts: Sequence[str]) -> list[dict[str, Any]]:
+    """Of each constraint: what the first round's plan chooses, judged by all other rounds."""
+    first, others = rounds[0], rounds[1:]
+    truth = {text: statistics.median(one.seen[text] for one in others) for text in texts}
     told = []
-    for name, limits in constraints(found):
-        left = [row for row in left_by(limits, found) if str(row.strategy) in truth]
+    for name, limits in constraints(first.found):
+        left = [str(row.strategy) for row in left_by(limits, first.found) if str(row.strategy) in truth]
         if len(left) < 2:
             continue
-        texts = [str(row.strategy) for row in left]
-        best = min(texts, key=lambda text: truth[text])
-        tried = min(texts[:LIKELY], key=lambda text: seen[text][0])
-        rules = {"mirrored": "mirrored", "single": "single"}
+        best = min(left, key=lambda text: truth[text])
+        tried = min(left[:LIKELY], key=lambda text: first.seen[text])
         told.append(
             {
                 "constraint": name,
-                "plans": len(texts),
+                "plans": len(left),
                 "best": best,
-                "predicted": texts[0],
-                "regret": round(truth[texts[0]] / truth[best] - 1, 4),
+                "predicted": left[0],
+                "regret": round(truth[left[0]] / truth[best] - 1, 4),
                 "verified": tried,
                 "verified_regret": round(truth[tried] / truth[best] - 1, 4),
                 **{
-                    f"{rule}_regret": round(truth[text] / truth[best] - 1, 4) if text in texts else None
-                    for rule, text in rules.items()
+                    f"{rule}_regret": round(truth[rule] / truth[best] - 1, 4) if rule in left else None
+                    for rule in ("mirrored", "single")
                 },
             }
         )
@@ -117,30 +130,32 @@ def choices(found: TaskPlan, seen: dict[str, list[float]]) -> list[dict[str, Any
 
 
 def case(name: str, task: mh.Task, workers: int, asked: argparse.Namespace) -> dict[str, Any]:
-    found = plan(task, workers=workers, must="none", device=asked.device)
-    rows = [row for row in found.ranked.rows if row.predicted is not None and row.is_open]
-    seen = measured(task, rows, asked.rounds + 1, asked.seconds, asked.device)
-    truth = {text: statistics.median(times[1:]) for text, times in seen.items()}
-    single_s = truth["single"]
-    told = []
-    for row in rows:
-        text = str(row.strategy)
-        if text not in truth:
-            continue
-        null_s = single_s / row.workers
-        told.append(
-            {
-                "strategy": text,
-                "predicted_ms": round(1e3 * (row.seconds or 0.0), 4),
-                "uncorrected_ms": round(1e3 * row.uncorrected_s, 4),
-                "seen_ms": round(1e3 * truth[text], 4),
-                "spread": round(max(seen[text][1:]) / min(seen[text][1:]) - 1, 4),
-                "error": round((row.seconds or 0.0) / truth[text] - 1, 4),
-                "said_error": round(row.error, 4),
-                "null_error": round(null_s / truth[text] - 1, 4),
-            }
-        )
-    return {"task": name, "workers": workers, "rows": told, "choices": choices(found, seen)}
+    rounds = [measured(task, workers, asked) for _ in range(asked.rounds)]
+    texts = [text for text in rounds[0].seen if all(text in one.seen for one in rounds)]
+    told = [row_of(rounds, text) for text in texts]
+    return {"task": name, "workers": workers, "rows": told, "choices": choices(rounds, texts)}
+
+
+def row_of(rounds: Sequence[Round], text: str) -> dict[str, Any]:
+    """Predictions beside what was seen in the same round; the medians over the rounds."""
+    rows = [one.rows[text] for one in rounds]
+    seen = [one.seen[text] for one in rounds]
+    alone = [one.seen["single"] for one in rounds]
+    count = rows[0].workers
+
+    def median_error(predicted: Sequence[float]) -> float:
+        return round(statistics.median(p / s - 1 for p, s in zip(predicted, seen, strict=True)), 4)
+
+    return {
+        "strategy": text,
+        "predicted_ms": round(1e3 * statistics.median(row.seconds or 0.0 for row in rows), 4),
+        "uncorrected_ms": round(1e3 * statistics.median(row.uncorrected_s for row in rows), 4),
+        "seen_ms": round(1e3 * statistics.median(seen), 4),
+        "spread": round(max(seen) / min(seen) - 1, 4),
+        "error": median_error([row.seconds or 0.0 for row in rows]),
+        "said_error": round(rows[0].error, 4),
+        "null_error": median_error([one / count for one in alone]),
+    }
 
 
 def remember(found: dict[str, Any]) -> None:
@@ -156,7 +171,7 @@ def remember(found: dict[str, Any]) -> None:
 
 
 def summary(cases: list[dict[str, Any]]) -> dict[str, Any]:
-    rows = [one for found in cases for one in found["rows"] if one["strategy"] != "single"]
+    rows = [one for found in cases for one in found["rows"]]
     picks = [one for found in cases for one in found["choices"]]
 
     def errors(name: str) -> dict[str, float]:
@@ -205,8 +220,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--workers", default="2", help="numbers, separated by commas")
     parser.add_argument("--tasks", default=",".join((*SEEN, *HELD_OUT)))
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each run")
-    parser.add_argument("--rounds", type=int, default=2, help="besides the trial")
+    parser.add_argument("--seconds", type=float, default=0.6, help="of each run")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/plan-2.json"))
     asked = parser.parse_args()
@@ -221,8 +236,15 @@ def main() -> None:
                 say(f"{name}: {error}")
                 continue
             show(cases[-1])
+            keep(cases, asked)
             if name in SEEN:  # as `--verify` does: what was seen corrects what is predicted next
                 remember(cases[-1])
+    told = keep(cases, asked)
+    print(json.dumps({name: told[name] for name in ("held_out", "all")}, indent=1))
+
+
+def keep(cases: list[dict[str, Any]], asked: argparse.Namespace) -> dict[str, Any]:
+    """Write what was found so far."""
     held_out = [found for found in cases if found["task"] in HELD_OUT]
     record = {
         "cores": len(os.sched_getaffinity(0)),
@@ -235,8 +257,8 @@ def main() -> None:
         "all": summary(cases),
         "cases": cases,
     }
-    print(json.dumps({"held_out": record["held_out"], "all": record["all"]}, indent=1))
     asked.json.write_text(json.dumps(record, indent=1) + "\n")
+    return record
 
 
 if __name__ == "__main__":

@@ -242,6 +242,8 @@ class Facts:
     cannot_stop: str = ""  # have somebody outside end all workers after one step
     cannot_cross_hosts: str = ONE_HOST  # have workers on several hosts
     cannot_loop_across_hosts: str = ""  # have workers of a loop of one's own on several hosts
+    # The strategy that stands for it in a loop of one's own; empty: itself
+    in_own_loop: str = ""
     # What to do instead, where it is not for a loop of one's own; empty where it is
     instead_of_own_loop: str = ""
     # Choices of `Options.buffers` that it does not have, and why; a sentence each

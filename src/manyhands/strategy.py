@@ -293,10 +293,6 @@ class Strategy(ABC):
         del profile, machines
         return None
 
-    def in_own_loop(self) -> Strategy:
-        """What stands for it in a loop of one's own; UserError where nothing can."""
-        return self
-
     @classmethod
     def choices(
         cls, machines: Machines, *, survives: bool = False, lossy: bool = False

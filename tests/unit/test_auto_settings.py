@@ -6,6 +6,7 @@ import pytest
 
 from manyhands.errors import UserError
 from manyhands.facts import Machines
+from manyhands.interop.own_loop.connect import choose, in_own_loop
 from manyhands.strategies.auto.strategy import Auto
 from manyhands.strategy import Strategy
 
@@ -39,10 +40,10 @@ def test_any_strategy_is_no_list() -> None:
 
 
 def test_a_loop_of_ones_own_has_mirrored() -> None:
-    assert str(Strategy.parse("auto").in_own_loop()) == "mirrored"
-    assert str(Strategy.parse("central").in_own_loop()) == "central"
-    with pytest.raises(UserError, match="in a loop of your own nothing can be tried"):
-        Strategy.parse("pipeline stages=auto").in_own_loop()
+    assert str(in_own_loop(Strategy.parse("auto"))) == "mirrored"
+    assert str(in_own_loop(Strategy.parse("central"))) == "central"
+    with pytest.raises(UserError, match="stages=auto does not support a loop of your own"):
+        choose(in_own_loop(Strategy.parse("pipeline stages=auto")), [range(2)])
 
 
 def test_a_setting_that_the_strategy_has_not_is_rejected_as_ever() -> None:

@@ -67,7 +67,17 @@ def test_costs_of_steps_messages_and_bytes_are_told_apart() -> None:
 
 def test_costs_are_never_negative_where_a_step_was_faster_than_modelled() -> None:
     sample = CostSample(kind="ps", modelled_s=2e-3, seen_s=1e-3, messages=3.0, num_bytes=100.0)
-    assert fitted_costs([sample]) == {"ps": StepCosts()}
+    assert fitted_costs([sample])["ps"].seconds(3.0, 100.0) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_noise_makes_no_cost_of_bytes_many_times_the_usual_one() -> None:
+    """One step that was late is no reason to expect seconds of a model of ten times the size."""
+    samples = [
+        CostSample(kind="pipeline", modelled_s=1e-3, seen_s=1e-3 + late, messages=8.0, num_bytes=size)
+        for size, late in ((1e4, 0.0), (3e5, 0.0), (2e6, 0.05))
+    ]
+    usual = StepCosts(byte_s=5e-10)
+    assert fitted_costs(samples, {"pipeline": usual})["pipeline"].byte_s <= 3 * usual.byte_s * (1 + 1e-9)
 
 
 def test_times_between_measured_sizes_are_on_the_line_through_both() -> None:

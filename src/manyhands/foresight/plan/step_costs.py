@@ -7,8 +7,8 @@ strategy itself, to its messages and to their bytes; three models that differ in
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 import torch
@@ -40,9 +40,18 @@ class CostSample:
     num_bytes: float
 
 
-def fitted_costs(samples: Iterable[CostSample]) -> dict[str, StepCosts]:
-    """By kind, the costs with the least squares of relative errors; none is below 0."""
-    from scipy.optimize import nnls
+_SMALL = StepCosts(step_s=1e-4, message_s=3e-5, byte_s=2e-10)
+_AT_MOST = 3.0  # times what is usual, and at least so many small ones
+
+
+def fitted_costs(
+    samples: Iterable[CostSample], usual: Mapping[str, StepCosts] | None = None
+) -> dict[str, StepCosts]:
+    """By kind, the costs with the least squares of relative errors; none is below 0, and none far above its usual size.
+
+    Three models cannot tell noise from a cost of bytes, of which a large model has a thousand times as many.
+    """
+    from scipy.optimize import lsq_linear
 
     by_kind: dict[str, list[CostSample]] = {}
     for one in samples:
@@ -53,7 +62,9 @@ def fitted_costs(samples: Iterable[CostSample]) -> dict[str, StepCosts]:
         seen = np.array([one.seen_s for one in of_kind])
         beyond = np.array([one.seen_s - one.modelled_s for one in of_kind])
         scale = np.maximum(columns.max(axis=0), 1e-30)  # messages and bytes differ by orders of magnitude
-        solved, _ = nnls(columns / scale / seen[:, None], beyond / seen)
+        known = np.array(astuple((usual or {}).get(kind, StepCosts())))
+        most = _AT_MOST * np.maximum(known, np.array(astuple(_SMALL)))
+        solved = lsq_linear(columns / scale / seen[:, None], beyond / seen, bounds=(0.0, most * scale)).x
         step_s, message_s, byte_s = (solved / scale).tolist()
         found[kind] = StepCosts(step_s=step_s, message_s=message_s, byte_s=byte_s)
     return found
@@ -115,7 +126,7 @@ def measured_costs(machines: Machines, say: Callable[[str], None] = lambda _: No
                     samples += _sample(profiles, strategy, machines)
                 except ManyhandsError as error:
                     say(f"{strategy} failed: {first_line(error)}")
-    return fitted_costs(samples)
+    return fitted_costs(samples, usual_costs(machines))
 
 
 def _sample(profiles: TaskProfiles, strategy: Strategy, machines: Machines) -> Iterable[CostSample]:

@@ -56,7 +56,7 @@ from manyhands.transport.link.tcp import TcpLink
 from manyhands.transport.link.torch_p2p import TorchLink
 from manyhands.transport.liveness import Alarm
 
-__all__ = ["GroupConnection", "Unwatched", "choose", "connect", "keeping", "own_loop_config"]
+__all__ = ["GroupConnection", "Unwatched", "choose", "connect", "in_own_loop", "keeping", "own_loop_config"]
 
 _log = logging.getLogger("manyhands")
 
@@ -80,6 +80,12 @@ class GroupConnection:
 
 _ALONE = "single"
 _BY_DEFAULT = "mirrored"
+
+
+def in_own_loop(strategy: Strategy) -> Strategy:
+    """What stands for a strategy in a loop of one's own."""
+    instead = strategy.facts.in_own_loop
+    return Strategy.parse(instead) if instead else strategy
 
 
 def choose(requested: Strategy | None, hosts: Hosts) -> Strategy:

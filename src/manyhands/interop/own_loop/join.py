@@ -15,7 +15,7 @@ import torch
 from manyhands.engine.device import check_device, device_of
 from manyhands.engine.reporting import ProcessContext, WorkerContext
 from manyhands.errors import UserError
-from manyhands.interop.own_loop.connect import Unwatched, connect, keeping
+from manyhands.interop.own_loop.connect import Unwatched, connect, in_own_loop, keeping
 from manyhands.interop.own_loop.small_sums import check_mode
 from manyhands.interop.own_loop.worker_group import WorkerGroup
 from manyhands.native.threads import choose_functions
@@ -99,7 +99,7 @@ def open_group(
     if check_every is not None and check_every < 0:
         raise UserError(f"check_every={check_every} must be at least 1, or 0 to disable the check")
     launched = place.launched
-    parsed = Strategy.parse(strategy).in_own_loop() if strategy is not None else None
+    parsed = in_own_loop(Strategy.parse(strategy)) if strategy is not None else None
     requested = _given_once("strategy", parsed, place.strategy)
     device = _given_once("device", device, place.device)
     where = check_device(device or "cpu")

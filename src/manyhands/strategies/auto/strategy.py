@@ -86,13 +86,14 @@ class Auto(Strategy):
     @property
     def facts(self) -> Facts:
         """Those of `mirrored`, with which a run begins."""
-        return Facts(promises=IN_STEP, leaves_steps_out=True, cannot_cross_hosts="", refused_buffers={})
-
-    def in_own_loop(self) -> Strategy:
-        """`mirrored`: steps of a loop that is not ours cannot be tried."""
-        if self.text:
-            raise UserError(f"{self.text}: in a loop of your own nothing can be tried; name the value")
-        return Strategy.parse("mirrored")
+        return Facts(
+            promises=IN_STEP,
+            leaves_steps_out=True,
+            cannot_cross_hosts="",
+            refused_buffers={},
+            in_own_loop="" if self.text else "mirrored",
+            instead_of_own_loop="name the value, as no step of it can be tried" if self.text else "",
+        )
 
     def __str__(self) -> str:
         return self.text or super().__str__()

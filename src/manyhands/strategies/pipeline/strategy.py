@@ -197,7 +197,7 @@ class Pipeline(Strategy):
         """All workers take every step together; a batch flows through all stages, and replicas share it out."""
         apart = Stepping.APART if self.stages > 1 else Stepping.TOGETHER
         return Facts(
-            usual_costs=StepCosts(step_s=4e-4, message_s=3.5e-4, byte_s=2e-9),
+            usual_costs=StepCosts(step_s=4e-4, message_s=3.5e-4, byte_s=5e-10),
             promises=IN_STEP,
             stepping=(Stepping.IN_PIECES if self.tensor > 1 else apart,),
             splits_batches=False,
