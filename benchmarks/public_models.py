@@ -26,7 +26,7 @@ from manyhands.facts import (
     TaskProfile,
 )
 from manyhands.foresight.plan.described_model import DescribedTransformer, DescribedWorker
-from manyhands.strategies.pipeline.predicted_parts import predicted_parts
+from manyhands.strategies.pipeline.predicted_parts import predicted_cuts, predicted_parts
 from manyhands.strategies.pipeline.schedules import interleaved
 from manyhands.strategy import Strategy
 from public_rows import Fsdp, Gpt, Grid, Served
@@ -240,9 +240,9 @@ def gpt_s(row: Gpt, constants: Constants, host: Host) -> float:
     pieces = row.batch // (row.replicas * row.micro)
     if row.chunks > 1:  # more than the two that `schedule=interleaved` has
         table = interleaved(row.stages, pieces, row.chunks)
-        return predicted_parts(
-            table, profile, machines, replicas=row.replicas, recompute=False
-        ).seconds  # the profile's backward has it
+        cuts = predicted_cuts(table, profile, row.replicas)
+        assert cuts is not None, "there are more layers than parts"
+        return predicted_parts(table, profile, machines, replicas=row.replicas, cuts=cuts).seconds
     return _predicted(f"pipeline stages={row.stages} microbatches={pieces}", profile, machines)
 
 

@@ -26,7 +26,7 @@ from render_inference import inference_speed
 from render_links import helpers_live, hosts_speed, links_speed, ray_actor, tls_cost
 from render_loading import loading_rates
 from render_models import codecs_speed, offload, pipeline_speed, wavefronts
-from render_plan import plan_errors
+from render_plan import auto_speed, plan_errors
 from render_priority import priority_gain
 from render_public import public_tables
 from render_startup import startup_times
@@ -370,6 +370,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "hosts": hosts_speed,
     "helpers live": helpers_live,
     "nccl": nccl_steps,
+    "auto speed": auto_speed,
     "plan errors": plan_errors,
     "priority": priority_gain,
     "public tables": public_tables,

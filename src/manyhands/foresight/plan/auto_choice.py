@@ -13,7 +13,7 @@ from manyhands.errors import UserError
 from manyhands.facts import LinkRate, Machines, TaskProfile
 from manyhands.foresight.plan.described_cluster import DescribedCluster
 from manyhands.foresight.plan.machine_record import MachineRecord
-from manyhands.foresight.plan.plan_search import PlanRow, Question, make_plan
+from manyhands.foresight.plan.plan_search import PlanRow, Question, predicted_rows
 from manyhands.foresight.plan.step_costs import usual_costs
 from manyhands.foresight.plan.track_record import SeenStep, TrackRecord, cost_class
 from manyhands.strategies.auto.promised import Must
@@ -119,11 +119,8 @@ class AutoChoice:
             strategies=tuple(among) if among is not None else tuple(STRATEGIES),
             record=TrackRecord(pairs=self.record.pairs(workers), noise=noise),
         )
-        try:
-            ranked = make_plan(question)
-        except UserError:  # no other plan keeps what it must: the run stays with the first
-            return ()
-        return ranked.finalists
+        found = [row for row in predicted_rows(question) if row.is_open]
+        return sorted(found, key=lambda row: row.seconds or math.inf)
 
     def remember(self, seen: Sequence[tuple[PlanRow, float]]) -> None:
         """Predictions, and what was seen of them: the next plan of this machine is corrected by them."""
