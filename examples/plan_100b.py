@@ -57,7 +57,7 @@ def make_ranking(cluster: DescribedCluster, model: DescribedTransformer) -> Rank
     profile, workers = model.profile(DEVICE), cluster.machines.workers
     return make_plan(
         Question(
-            profile_of=lambda _workers: profile,
+            profile_of=lambda _workers, _processes: profile,
             cluster=cluster,
             workers=(workers,),
             strategies=tuple(candidates(workers, model.batch_size)),
