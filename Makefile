@@ -75,6 +75,8 @@ bench: setup
 	$(BIN)/python benchmarks/gbdt.py
 	$(BIN)/python benchmarks/classes.py
 	$(BIN)/python benchmarks/plan.py --json benchmarks/results/plan-2.json
+	$(BIN)/python benchmarks/auto.py --json benchmarks/results/auto-2.json
+	$(BIN)/python benchmarks/plan_links.py --json benchmarks/results/plan-links.json
 	$(BIN)/python benchmarks/public_tables.py
 	$(BIN)/python benchmarks/links.py
 	$(BIN)/python benchmarks/events.py

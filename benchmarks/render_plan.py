@@ -41,7 +41,8 @@ def _sentence(result: dict[str, Any]) -> str:
     apart = ""
     if held_out is not None:
         apart = (
-            f" On the tasks that were named beforehand and not looked at: {_percent(held_out['error']['median'])} and "
+            f" On the tasks that were named before any of them was measured (the bound on the costs of a step "
+            f"came after a first run of them): {_percent(held_out['error']['median'])} and "
             f"{_percent(held_out['error']['p90'])}, by the null model {_percent(held_out['null']['median'])} and "
             f"{_percent(held_out['null']['p90'])}."
         )
