@@ -91,8 +91,9 @@ def auto_speed() -> str:
         ]
         for case in result["cases"]
     ]
+    repeats = len(next(iter(result["cases"][0]["seconds"].values())))
     sentence = (
-        f"Whole runs of about a minute on {result['cores']} cores, {result['workers']} workers, planning and trials "
-        "included:"
+        f"Whole runs of about a minute ({repeats} of each) on {result['cores']} cores, {result['workers']} workers, "
+        "planning and trials included:"
     )
     return sentence + "\n\n" + markdown(rows)

@@ -179,6 +179,11 @@ def test_what_is_known_of_a_machine_survives_and_a_broken_file_is_none(tmp_path:
         '{"costs": {"ps": 3}}',
         '{"costs": []}',
         '{"pairs": [{"kind": 1}]}',
+        '{"pairs": [{"kind": "ps", "predicted_s": 0, "seen_s": 1.0}]}',
+        '{"pairs": [{"kind": "ps", "predicted_s": 1.0, "seen_s": NaN}]}',
+        '{"pairs": [{"kind": "ps", "predicted_s": "1", "seen_s": 1.0}]}',
+        '{"costs": {"ps": {"step_s": -1.0}}}',
+        '{"costs": {"ps": {"byte_s": Infinity}}}',
         "\x00",
     ):
         for name in ("costs-2.json", "seen-2.json"):

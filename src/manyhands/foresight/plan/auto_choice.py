@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from manyhands.engine.request import Length, Request
 from manyhands.engine.training import training_class
@@ -26,9 +26,7 @@ __all__ = ["AutoChoice"]
 
 _BEGINS_WITH = "mirrored"
 _USUAL_LATENCY_S = 5e-5  # between hosts, where only the time of the first steps is known
-_RATES = tuple(
-    10.0**exponent for exponent in range(5, 12)
-)  # bytes per second, between which a link's is found
+_SLOWEST, _FASTEST = 1e5, 1e11  # bytes per second, between which a link's rate is found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +36,12 @@ class AutoChoice:
     request: Request
     auto: Auto
     hosts: int = 1
-    starts_processes: bool = (
-        True  # whether the run starts its processes, and may have other ones for each plan
-    )
-    record: MachineRecord = field(default_factory=MachineRecord.of_this_machine)
+    starts_processes: bool = True
+    """Whether the run starts its processes, and may have other ones for each plan."""
+
+    @property
+    def record(self) -> MachineRecord:
+        return MachineRecord.of_this_machine(self.request.plan.device)
 
     @property
     def why_not(self) -> str:
@@ -98,9 +98,8 @@ class AutoChoice:
         workers = self.request.workers
         per_host = max(profiles)
         here = Machines(per_host=per_host)
-        machines = Machines(
-            hosts=self.hosts, per_host=per_host, costs=self.record.costs(workers) or usual_costs(here)
-        )
+        costs = {**usual_costs(here), **(self.record.costs(workers) or {})}
+        machines = Machines(hosts=self.hosts, per_host=per_host, costs=costs)
         if self.hosts > 1:
             machines = self._with_links(machines, profiles[per_host], first_s)
 
@@ -142,7 +141,7 @@ class AutoChoice:
             step = self.first.predict(profile, over(rate))
             return step.seconds if step is not None else first_s
 
-        low, high = _RATES[0], _RATES[-1]
+        low, high = _SLOWEST, _FASTEST
         for _ in range(30):
             middle = (low * high) ** 0.5
             low, high = (middle, high) if step_s(middle) > first_s else (low, middle)

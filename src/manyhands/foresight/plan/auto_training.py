@@ -227,7 +227,9 @@ class AutoTraining(Segments):
             return
         choice = AutoChoice(request=self._request, auto=self._auto, starts_processes=drive.is_here)
         first = _Segment(strategy=choice.first, workers=self._request.workers)
-        if not choice.why_not:
+        if choice.why_not:
+            stage.say(f"auto: {first.name} trains to the end, as {choice.why_not}")
+        else:
             first.enough = self._is_worth_a_plan
         yield first
         rows = self._planned(replace(choice, hosts=drive.hosts), first, drive)

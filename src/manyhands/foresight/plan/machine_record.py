@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from manyhands.native.version import __version__
 __all__ = ["MachineRecord", "fingerprint"]
 
 _LARGEST = 1 << 24  # bytes of a file that are read
+_SHORTEST_S = 1e-9  # of a step
 _KEPT = 500  # pairs of predicted and seen
 
 
@@ -47,6 +49,10 @@ def _processor() -> str:
     return ""
 
 
+def _is_time(value: object, least: float = _SHORTEST_S) -> bool:
+    return isinstance(value, float | int) and least <= value < math.inf
+
+
 @dataclass(frozen=True, slots=True)
 class MachineRecord:
     """The files of one machine in `folder`; nothing is kept where that is None."""
@@ -54,18 +60,24 @@ class MachineRecord:
     folder: Path | None
 
     @classmethod
-    def of_this_machine(cls) -> MachineRecord:
+    def of_this_machine(cls, device: str = "cpu") -> MachineRecord:
+        """What steps on a GPU cost and took is kept apart from what they do on the processor."""
         caches = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
         folder = caches / "manyhands" / "plans"
-        return cls(folder / fingerprint() if caches.is_absolute() and own_folder(folder) else None)
+        name = fingerprint() if device == "cpu" else f"{fingerprint()}-gpu"
+        return cls(folder / name if caches.is_absolute() and own_folder(folder) else None)
 
     def costs(self, workers: int) -> dict[str, StepCosts] | None:
         """What steps cost here with so many workers; None where that was never measured."""
         found = self._read(f"costs-{workers}.json")
         try:
-            return {kind: StepCosts(**costs) for kind, costs in found["costs"].items()} if found else None
+            costs = {kind: StepCosts(**costs) for kind, costs in found["costs"].items()} if found else None
         except (TypeError, LookupError, AttributeError):
             return None
+        known = costs is not None and all(
+            _is_time(one, 0.0) for cost in costs.values() for one in astuple(cost)
+        )
+        return costs if known else None
 
     def keep_costs(self, workers: int, costs: Mapping[str, StepCosts]) -> None:
         self._write(
@@ -76,9 +88,10 @@ class MachineRecord:
         """Predictions for so many workers and what was seen, the oldest first."""
         found = self._read(f"seen-{workers}.json")
         try:
-            return tuple(SeenStep(**pair) for pair in found["pairs"]) if found else ()
+            pairs = tuple(SeenStep(**pair) for pair in found["pairs"]) if found else ()
         except (TypeError, LookupError):
             return ()
+        return tuple(one for one in pairs if _is_time(one.predicted_s) and _is_time(one.seen_s))
 
     def add_pairs(self, workers: int, pairs: Sequence[SeenStep]) -> None:
         kept = [*self.pairs(workers), *pairs][-_KEPT:]

@@ -153,7 +153,7 @@ class _Asked:
 
     def planned(self, verify: int) -> TaskPlan:
         found = estimate(self.task, self.say)
-        record = MachineRecord.of_this_machine()
+        record = MachineRecord.of_this_machine(self.device)
         counts = self.workers or (self.described.machines.workers if self.described else 2,)
         cluster = self.described or DescribedCluster(
             machines=Machines(per_host=max(counts)), memory=self.memory, measured=True
@@ -208,7 +208,7 @@ class _Asked:
             machines = Machines(per_host=workers)
             costs = None if self.measure else record.costs(workers)
             if costs is None:
-                costs = measured_costs(machines, self.say)
+                costs = measured_costs(machines, self.say, device=self.device)
                 record.keep_costs(workers, costs)
             return replace(machines, costs={**usual_costs(machines), **costs})
 

@@ -111,7 +111,9 @@ def usual_costs(machines: Machines) -> dict[str, StepCosts]:
     return {cost_class(one): one.facts.usual_costs for one in _tried_for(machines)}
 
 
-def measured_costs(machines: Machines, say: Callable[[str], None] = lambda _: None) -> dict[str, StepCosts]:
+def measured_costs(
+    machines: Machines, say: Callable[[str], None] = lambda _: None, *, device: str = "cpu"
+) -> dict[str, StepCosts]:
     """Of each kind of strategy with so many workers here; `machines` has no costs yet."""
     strategies = _tried_for(machines)
     samples: list[CostSample] = []
@@ -120,7 +122,7 @@ def measured_costs(machines: Machines, say: Callable[[str], None] = lambda _: No
         task = stack(shape.layers, shape.width, shape.samples * machines.workers)
         found = estimate(task)
         for _ in range(_ROUNDS):
-            profiles = TaskProfiles(task, found, seconds=_SECONDS)
+            profiles = TaskProfiles(task, found, device=device, seconds=_SECONDS)
             for strategy in strategies:
                 try:
                     samples += _sample(profiles, strategy, machines)
@@ -138,8 +140,10 @@ def _sample(profiles: TaskProfiles, strategy: Strategy, machines: Machines) -> I
         return
     profile = profiles.of(count, sum(strategy.processes(count).values()))
     step = strategy.predict(profile, replace(machines, hosts=1, per_host=count))
-    seen_s = try_steps(task, strategy, count, _SECONDS, step.seconds) if step is not None else None
-    if step is None or seen_s is None:
+    if step is None:
+        return
+    seen_s = try_steps(task, strategy, count, _SECONDS, step.seconds, profiles.device)
+    if seen_s is None:
         return
     traffic = strategy.sends(found.footprint, count) or ()
     yield CostSample(

@@ -15,9 +15,8 @@ from manyhands.strategy import Strategy
 
 __all__ = ["Correction", "SeenStep", "TrackRecord", "cost_class"]
 
-_USUAL_SPREAD = (
-    0.15  # of the logarithm, where nothing is known: the benchmark's residuals (benchmarks/plan.py)
-)
+# Of the logarithm, where nothing is known: the residuals of benchmarks/plan.py
+_USUAL_SPREAD = 0.15
 _USUAL_PAIRS = 2
 _NINE_OF_TEN = 1.645  # standard deviations
 _MOST_PAIRS = 20  # of one kind that count: machines change

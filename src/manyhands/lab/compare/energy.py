@@ -53,7 +53,7 @@ class EnergyMeter:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(_EVERY_S)
         self._add()
 
     @property

@@ -17,6 +17,8 @@ from manyhands.lab.sweep.run_sweep import end_processes, last_said
 
 __all__ = ["shaped_step_s"]
 
+_LIMIT_S = 900.0
+
 
 def shaped_step_s(rate: Rate, words: Sequence[str], steps: int) -> float:
     """Seconds of a step of `manyhands WORDS`, which is a `train`; ManyhandsError where it fails."""
@@ -34,7 +36,9 @@ def shaped_step_s(rate: Rate, words: Sequence[str], steps: int) -> float:
                 start_new_session=True,  # Ctrl-C is for the study, which ends its runs itself
             )
         try:
-            status = process.wait()  # its own watchdog ends a run that stands still
+            status = process.wait(_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            raise ManyhandsError(f"the run at {rate} did not end within {_LIMIT_S:.0f} s") from None
         finally:
             end_processes([process])
         if status:
