@@ -78,6 +78,8 @@ def measured(task: mh.Task, workers: int, asked: argparse.Namespace) -> Round:
 def constraints(found: TaskPlan) -> Iterator[tuple[str, dict[str, Any]]]:
     """What a choice is limited to: the promises, and less memory than one copy of everything takes."""
     yield "equal", {"must": "equal"}
+    yield "sync", {"must": "sync"}
+    yield "survives=1", {"must": "survives=1"}
     yield "none", {"must": "none"}
     yield "equal, several workers", {"must": "equal", "strategies": [
         str(row.strategy) for row in found.ranked.rows if row.strategy.word != "single"

@@ -32,6 +32,7 @@ from manyhands.engine.profiler import StepProfiler
 from manyhands.engine.reduction import require_reduction
 from manyhands.engine.reporting import Reporter, StepBook, WorkerContext, WorkerNote, is_due
 from manyhands.errors import NonFinite
+from manyhands.native.heap import keep_freed_memory
 from manyhands.places.local.status import State
 
 __all__ = ["Course", "Trained", "Trainer", "diagnose"]
@@ -103,6 +104,7 @@ class Trainer:
             start.optimizer.clear()
         exchange = self._exchange
         exchange.attach(model, optimizer)
+        keep_freed_memory()  # every step frees what the next one takes
         if start is not None and exchange.kept is not None:
             exchange.kept.load(start.extra.get("exchange", {}))
         part = exchange.part

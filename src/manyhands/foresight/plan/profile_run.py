@@ -27,7 +27,6 @@ from manyhands.engine.session import run_session
 from manyhands.engine.training import Result, Stage, Training
 from manyhands.engine.worker_processes import ExchangeTraining
 from manyhands.facts import IN_STEP, Facts, Truth
-from manyhands.native.heap import keep_freed_memory
 from manyhands.places.local.host import threads_per_role
 from manyhands.strategies.common.sharding.layer_units import Unit, units_of
 from manyhands.strategy import Strategy
@@ -149,7 +148,6 @@ class _ProfileExchange(SingleExchange):
     def __init__(self, strategy: Profiling, resources: Resources) -> None:
         self.rank, self.world = resources.rank, 1
         self._worker, self._strategy, self._device = resources.rank, strategy, resources.device
-        self._together = resources.world > 1
         self._rounds = 0
         self._counted_from: float | None = None
         self._before: float | None = None  # when the step before this one ended
@@ -158,8 +156,6 @@ class _ProfileExchange(SingleExchange):
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         super().attach(model, optimizer)
-        if self._together:
-            keep_freed_memory()  # as every worker of several does
         self._units = _UnitClock(units_of(model))
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:

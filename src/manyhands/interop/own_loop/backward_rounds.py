@@ -40,6 +40,7 @@ from manyhands.errors import UserError
 from manyhands.interop.own_loop.readings import Draws, Readings, Turn
 from manyhands.interop.own_loop.small_sums import BufferKeeper, Call, CopyWords, Word, Words, require_same
 from manyhands.interop.own_loop.whole_states import WholeStates
+from manyhands.native.heap import keep_freed_memory
 from manyhands.places.local.status import State
 
 __all__ = ["MEMORY", "GradientWatch", "PartsScaler", "Rounds", "unscale"]
@@ -197,6 +198,7 @@ class Rounds:
         self.words.meet(Call.PREPARE)
         model = models[0] if len(models) == 1 else nn.ModuleList(models)
         self.exchange.attach(model, optimizer)
+        keep_freed_memory()  # every step frees what the next one takes
         self._model = model
         copies = self.words if self.part.total_of_copies is None else CopyWords(self.part)
         self._buffers = BufferKeeper(model, buffers, copies)

@@ -23,7 +23,6 @@ from manyhands.engine.exchange import (
     SharedStep,
     WorkerPart,
 )
-from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.allreduce.helpers import helped_collective
 from manyhands.strategies.allreduce.strategy import AllReduce
 from manyhands.strategies.common.collectives import schedule_collective as scheduled
@@ -68,7 +67,6 @@ class AllReduceExchange(Exchange):
         layouts = gradient_layouts(model, self._bucket_bytes, rows=self._collective.sums_rows)
         self.hooks = self._reducer = reducer = Reducer(model, self._collective, layouts)
         self.kept = ExchangeState(gather=reducer.residuals, load=partial(remember_kept, self._collective))
-        keep_freed_memory()  # every step frees what the next one takes
         return reducer
 
     def agree(self, local: LocalStep) -> SharedStep:

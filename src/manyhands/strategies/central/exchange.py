@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 from manyhands.engine.exchange import Exchange, GradientParts, LocalStep, Meter, SharedStep, WorkerPart
 from manyhands.errors import UserError
 from manyhands.native.group.shared_group import SharedGroup
-from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.central.across import BetweenHosts, HostsCollective
 from manyhands.strategies.central.shared_parameters import CentralParameters, gather_state, ownership_of
 from manyhands.strategies.central.strategy import Central
@@ -101,7 +100,6 @@ class CentralExchange(Exchange):
         self.parts = GradientParts(held=held, counted=held, total=reducer.total, holders=hosts)
         self.meter = Meter(take_times=collective.take_times, traffic=collective.traffic)
         collective.take_times()  # setup time is not part of the first step
-        keep_freed_memory()  # every step frees what the next one takes
 
     def agree(self, local: LocalStep) -> SharedStep:
         return self._reducer.finish(local)

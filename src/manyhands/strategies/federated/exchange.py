@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from manyhands.engine import exchange as base
 from manyhands.engine.computing import Computed, Computer
 from manyhands.engine.exchange import Exchange, LocalStep, SharedStep, Traffic
-from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.common.collectives.collective import Collective, broadcast, total
 from manyhands.strategies.federated import client_states
 from manyhands.strategies.federated.algorithms import FederatedAlgorithm, FederatedFacts, algorithm_named
@@ -142,7 +141,6 @@ class FederatedExchange(Exchange):
         self._weights = held(model)
         if self._collective is not None:
             broadcast(self._collective, 0, self._bucket, [*model.parameters(), *model.buffers()])
-        keep_freed_memory()
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
         trainer = self._client_runner(computer, model)

@@ -35,7 +35,6 @@ from manyhands.engine.exchange import (
 )
 from manyhands.engine.worker_processes import ExchangeTraining
 from manyhands.errors import UserError
-from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
 from manyhands.strategies.common.collectives.collective import (
     Collective,
@@ -109,7 +108,6 @@ class LocalExchange(Exchange):
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self.hooks = Replica(self._collective, model, optimizer, self._outer)
-        keep_freed_memory()  # every step frees what the next one takes
 
     def backward(self, loss: Tensor, _share: float) -> None:
         loss.backward()  # type: ignore[no-untyped-call]

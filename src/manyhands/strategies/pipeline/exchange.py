@@ -28,7 +28,6 @@ from manyhands.engine.exchange import (
 from manyhands.engine.footprint import sizes_of
 from manyhands.engine.metric_states import MetricUpdates
 from manyhands.errors import UserError
-from manyhands.native.heap import keep_freed_memory
 from manyhands.places.local.status import State
 from manyhands.strategies.common.grid.grid_group import LinkGroup, agree_on, sum_gradients, waits_of
 from manyhands.strategies.common.grid.grid_layout import GridAxis
@@ -128,7 +127,6 @@ class PipelineExchange(GridExchange):
         )
         for part in holding.parts:
             part.train()
-        keep_freed_memory()  # every step frees what the next one allocates
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
         del model  # the stage's parts are used instead

@@ -38,7 +38,6 @@ from manyhands.engine.exchange import (
 from manyhands.errors import UserError
 from manyhands.facts import Stepping
 from manyhands.native.dtypes import HALVES
-from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.common.grid.grid_group import LinkGroup
 from manyhands.strategies.common.grid.held import Cut, Held, HeldModel, Outline
 from manyhands.strategies.common.sharding import layer_units
@@ -132,7 +131,6 @@ class ShardedExchange(Exchange):
         self._places = [(pieces, number) for pieces in self._pieces for number in pieces.unit.trained]
         parameters = [pieces.unit.parameters[number] for pieces, number in self._places]
         self._tap = GradientTap(parameters, self._on_gradient, self._before_gradient)
-        keep_freed_memory()  # every step frees what the next one takes
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
         self._flow.begin("training")

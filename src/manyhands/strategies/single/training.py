@@ -9,6 +9,7 @@ from manyhands.engine.device import device_of
 from manyhands.engine.exchange import Exchange, SingleExchange
 from manyhands.engine.training import Result, Stage, Training
 from manyhands.engine.worker import Trainer
+from manyhands.native.heap import freed_memory_kept
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.places.local.status import State
 from manyhands.strategies.single.offload import OffloadExchange
@@ -29,7 +30,7 @@ class SingleTraining(Training):
                 if strategy.device_memory:
                     device = device_of(self._request.plan.device, 0)
                     exchange = OffloadExchange(strategy.device_memory, device, strategy.offload)
-                with closing(exchange):
+                with closing(exchange), freed_memory_kept():
                     trainer = Trainer(self._request.plan, exchange, worker_context, stage.checkpoints())
                     trained = trainer.run(self._start)
                 if self._request.plan.restore_best:

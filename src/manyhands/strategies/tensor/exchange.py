@@ -25,7 +25,6 @@ from manyhands.engine.exchange import (
     Traffic,
     WorkerPart,
 )
-from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.common.grid.grid_group import LinkGroup, agree_on, sum_gradients, waits_of
 from manyhands.strategies.common.grid.grid_layout import Grid, GridAxis
 from manyhands.strategies.common.grid.held import Held, HeldModel, Outline
@@ -149,7 +148,6 @@ class TensorExchange(GridExchange):
         self._held = HeldModel(outline, optimizer, self._holds(whole), buffers, self._sliced.buffers)
         self._held.drop_rest()
         self._optimizer = optimizer
-        keep_freed_memory()  # every step frees what the next one allocates
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
         for group in self._groups:

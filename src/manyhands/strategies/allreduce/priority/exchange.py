@@ -26,7 +26,6 @@ from torch.overrides import TorchFunctionMode
 from manyhands.engine import exchange as base
 from manyhands.engine.computing import Computed, Computer
 from manyhands.facts import Stepping
-from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.allreduce.priority.sender import Agreed, SlicedGradients, SliceSender, cut
 from manyhands.strategies.common.collectives import collective as sums
 from manyhands.strategies.common.collectives.schedule_collective import ScheduleCollective
@@ -88,7 +87,6 @@ class PriorityExchange(base.Exchange):
         self._sender = SliceSender(self._collective, slices, len(parameters), self._credit_bytes)
         self.hooks = self._gradients = SlicedGradients(model, layouts, slices, buckets, self._sender.fill)
         self._guard = ParameterGuard(model, parameters, self._wait_for)
-        keep_freed_memory()  # every step frees what the next one takes
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
         """Each layer waits for its parameters; a compiled model cannot say what it reads, and waits for all."""

@@ -16,6 +16,7 @@ from manyhands.engine.profiler import StepProfiler
 from manyhands.engine.reduction import require_reduction
 from manyhands.engine.reporting import StepBook
 from manyhands.errors import Aborted, NonFinite, PeerTimeout
+from manyhands.native.heap import keep_freed_memory
 from manyhands.native.threads import use_threads
 from manyhands.native.wait_sign import LONG_WAIT_NS, put_up, sign_address, take_down
 from manyhands.observe.record.event_ring import EventRing
@@ -58,6 +59,7 @@ def work_with(context: MemberContext, resources: MemberResources, slot: int) -> 
         body = WorkerState(context, resources, job, slot)
         stack.callback(body.close)
         stack.enter_context(body.computer.loading_ahead())
+        keep_freed_memory()  # every step frees what the next one takes
         ring.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
         member = context.rank
         while True:
