@@ -514,7 +514,8 @@ class TaskProfile:
     model: ModelFootprint
     rest: ComputeTime = ComputeTime()
     """Everything else that grows with the samples of a worker: loading, the loss, recording."""
-    optimizer_s: float = 0.0  # a step of all parameters
+    optimizer_s: float = 0.0  # a step of all parameters, while the other workers take theirs
+    optimizer_alone_s: float | None = None  # while nobody else does; None: not measured
     slowest: float = 1.0
     """How many times as long as a worker's share of a step takes that of the slowest of all workers, in the median."""
 
@@ -532,6 +533,13 @@ class TaskProfile:
         """Of the largest of so many parts of a global batch."""
         samples = self.samples(workers)
         return self.forward_s(samples) + self.backward_s(samples) + self.rest.seconds(samples)
+
+    def served_s(self, servers: int, workers: int) -> float:
+        """A step of all parameters by so many servers, of which each takes its part of them at once."""
+        together = self.optimizer_s
+        alone = self.optimizer_alone_s if self.optimizer_alone_s is not None else together
+        crowded = min(1.0, (servers - 1) / (workers - 1)) if workers > 1 else 0.0
+        return (alone + crowded * (together - alone)) / servers
 
     def waiting_s(self, workers: int) -> float:
         """What a worker of so many that take every step together waits for the slowest of them."""

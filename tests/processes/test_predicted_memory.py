@@ -1,7 +1,7 @@
 """What each strategy says beforehand that its workers need at their peak, against what live workers allocate.
 
-`sharded` is in test_sharded_memory.py. Not within a twentieth, and so not here: what replicas of stages and of slices
-take to sum gradients, more than two slices, and the first stage of `digits`, which holds one message more.
+`sharded` is in test_sharded_memory.py. Not within a twentieth, and so not here: the first stage of `digits`, which
+holds one message more, and a pipeline whose cuts are not known beforehand.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ LONG = [
     *((name, workers, text) for name in TASKS for text in WHOLE for workers in (2, 4)),
     *((name, 1, "single") for name in ("digits", "language")),
     ("language", 2, "pipeline cuts=3"),
-    *((name, 2, "tensor") for name in TASKS),
+    *((name, workers, "tensor") for name in TASKS for workers in (2, 4)),
+    ("layers", 4, "tensor slices=2"),
+    ("layers", 4, "pipeline stages=2 cuts=12"),
+    ("language", 4, "pipeline stages=2 cuts=3"),
     ("layers", 8, "mirrored"),
     ("layers", 8, "central"),
 ]

@@ -163,8 +163,11 @@ MODEL = ModelFootprint(
         ("local", 4, {"worker": 123 + 100 + 200 + 20 + 323}),
         ("sharded", 4, {"worker": 33 + 25 + 50 + 20 + 5 * 20 + 2 * 6}),
         ("tensor", 4, {"worker": 30 + 3 + 25 + 50 + 80}),
-        ("pipeline", 4, {"worker": 60 + 3 + 50 + 100 + 10}),
-        ("pipeline schedule=gpipe", 4, {"worker": 60 + 3 + 50 + 100 + 20}),
+        ("pipeline", 2, {"worker": 60 + 3 + 50 + 100 + 20}),
+        ("pipeline schedule=gpipe", 2, {"worker": 60 + 3 + 50 + 100 + 40}),
+        # Two replicas: the gradients in one piece, beside those of the other replica and the sum.
+        ("pipeline", 4, {"worker": 60 + 3 + 50 + 100 + 3 * 50}),
+        ("pipeline schedule=gpipe", 4, {"worker": 60 + 3 + 50 + 100 + 3 * 50}),
         ("ps servers=2", 4, {"worker": 3 + 100 + 20, "server": 60 + 100, "shared by all": 120}),
         ("ps servers=2 link=tcp", 4, {"worker": 123 + 100 + 20, "server": 60 + 100}),
         ("ps servers=2 replicas=1 consistency=async", 4, {"worker": 123 + 100 + 80, "server": 120 + 200}),

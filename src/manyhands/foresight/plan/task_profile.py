@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from manyhands.errors import UserError, num_of
 from manyhands.facts import ComputeTime, LayerTimes, ModelFootprint, TaskProfile
@@ -72,6 +72,7 @@ class TaskProfiles:
     def __post_init__(self) -> None:
         self._units = units_of(self.found.model)
         self._measured: dict[tuple[int, int], TaskProfile] = {}
+        self._alone: dict[int, float] = {}  # by threads
 
     def of(self, workers: int, processes: int) -> TaskProfile:
         """Of a worker of so many, whose host's cores are shared by so many processes."""
@@ -91,7 +92,24 @@ class TaskProfiles:
             )
             self.noise = max(self.noise, measured.noise)
             self._measured[key] = measured.profile
-        return self._measured[key]
+        found = self._measured[key]
+        return found if processes <= workers else replace(found, optimizer_alone_s=self._alone_s(processes))
+
+    def _alone_s(self, processes: int) -> float:
+        """A step of the optimizer in one of so many processes, while no other takes one, as a server does."""
+        threads = threads_per_role(processes)
+        if threads not in self._alone:
+            found = measure_profile(
+                self.task,
+                self.found.footprint,
+                self._units,
+                1,
+                device=self.device,
+                seconds=self.seconds / 2,
+                processes=processes,
+            )
+            self._alone[threads] = found.profile.optimizer_s
+        return self._alone[threads]
 
 
 def profile_of_steps(

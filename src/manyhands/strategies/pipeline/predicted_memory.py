@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from manyhands.data.randomness import preserved
 from manyhands.engine.chain import chain_of
 from manyhands.facts import ModelFootprint, TracedModel, WorkerMemory
+from manyhands.strategies.common.grid.grid_group import memory_of_sums
 from manyhands.strategies.common.peak_memory import CountedMemory
 from manyhands.strategies.pipeline.cuts import parts_of
 from manyhands.strategies.pipeline.ends import StandIn, input_of
@@ -43,6 +44,7 @@ def needs_of_stages(
         own = [(held[number], part) for number, part in enumerate(parts) if number % table.stages == stage]
         weights = sum(held_bytes[place] for _, part in own for place in part)
         share = weights / (model.parameters or 1)
+        gradients = round(model.gradients * share)
         played = [(count, _played(traced, part, samples)) for count, part in own]
         kept = sum(count * (one.given if recompute else one.kept) for count, one in played)
         working = kept + max(one.peak - (one.given if recompute else one.kept) for _, one in played)
@@ -51,9 +53,11 @@ def needs_of_stages(
                 who=f"stage {stage}",
                 count=replicas,
                 weights=weights + model.buffers,
-                gradients=round(model.gradients * share),
+                gradients=gradients,
                 state=round(model.state * share),
-                activations=max(working, model.step_work if weights else 0),
+                activations=max(
+                    working, model.step_work if weights else 0, memory_of_sums(gradients, replicas)
+                ),
             )
         )
     return rows

@@ -155,6 +155,8 @@ class Pipeline(Strategy):
             from manyhands.strategies.pipeline.predicted_memory import needs_of_stages
 
             return needs_of_stages(table, model, self.cuts, samples, grid.data, recompute=self.recompute)
+        from manyhands.strategies.common.grid.grid_group import memory_of_sums
+
         return [
             WorkerMemory(
                 who="worker",
@@ -162,7 +164,10 @@ class Pipeline(Strategy):
                 weights=model.parameters // parts + model.buffers,
                 gradients=model.gradients // parts,
                 state=model.state // parts,
-                activations=round(model.per_sample * samples * held / table.parts),
+                activations=max(
+                    round(model.per_sample * samples * held / table.parts),
+                    memory_of_sums(model.gradients // parts, grid.data),
+                ),
                 what=f"nothing; with stages={self.stages} of equal size and data={grid.data}; the fullest stage has "
                 f"{held} micro-batches in flight",
             )

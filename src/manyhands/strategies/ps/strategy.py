@@ -218,7 +218,7 @@ class Ps(Strategy):
             if self.uses_network
             else machines.memory
         )
-        whole, step_s = profile.model.gradients, profile.optimizer_s / shards
+        whole, step_s = profile.model.gradients, profile.served_s(shards, workers)
         pushed = left_by(self.codec, whole)
         pulled = pushed if carries_values(self.codec) else whole
         coded_s = coding_s(self.codec, machines, whole, pushes=True)

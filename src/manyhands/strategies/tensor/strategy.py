@@ -64,6 +64,8 @@ class Tensor(Strategy):
         grid, traced = self.grid(workers), model.traced
         if grid.slices == 1:
             return super().needs(model, workers)
+        from manyhands.strategies.common.grid.grid_group import memory_of_sums
+
         if traced is None:
             held, gradients = model.parameters // grid.slices, model.gradients // grid.slices
             working = model.activations(grid.data)
@@ -74,6 +76,7 @@ class Tensor(Strategy):
             held, gradients = slice_.held, slice_.gradients
             backward = slice_.peaks.beside if model.microbatches > 1 else slice_.peaks.together - gradients
             working = max(backward, model.step_work * held // model.parameters)
+        working = max(working, memory_of_sums(gradients, grid.data))
         return [
             WorkerMemory(
                 who="worker",

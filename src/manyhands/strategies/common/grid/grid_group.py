@@ -28,6 +28,7 @@ __all__ = [
     "LinkGroup",
     "PlayedGroup",
     "agree_on",
+    "memory_of_sums",
     "sum_gradients",
     "traffic_of_agreement",
     "traffic_of_gradients",
@@ -157,16 +158,14 @@ class LinkGroup:
 
 
 class PlayedGroup(LinkGroup):
-    """One member's end of a group that is not there: what it sends is counted, and what it receives is zeros."""
+    """One member's end of a group that is not there: what it sends is counted, and what it receives is zeros.
+
+    It takes as much memory meanwhile as a member's end does.
+    """
 
     def __init__(self, index: int, world: int) -> None:
         super().__init__(index, range(world), {}, 1.0, kind=0, name="played")
         self._sent = Traffic()
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Counted only; the tensor stays what it is."""
-        self._sent += _traffic_of_sum(tensor.nbytes, tensor.itemsize, self.index, self.world)
-        return tensor
 
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
         num_bytes = sum(payload.nbytes for payload in sends.values())
@@ -214,6 +213,15 @@ def traffic_of_sums(num_bytes: int, members: int) -> Traffic:
     count = num_bytes // _BUCKET_BYTES
     total = Traffic(messages_sent=count * whole.messages_sent, bytes_sent=count * whole.bytes_sent)
     return total + traffic_of_sum(rest, members)
+
+
+def memory_of_sums(num_bytes: int, members: int) -> int:
+    """What a member takes at most beside its gradients of so many bytes while they are summed."""
+    bucket = min(num_bytes, _BUCKET_BYTES)
+    if members == 1:
+        return 0
+    # All of the bucket in one piece; beside it the pieces of the others, and their sum.
+    return (members + 1) * bucket if bucket <= _AT_ONCE_BYTES else 2 * bucket
 
 
 def traffic_of_agreement(workers: int) -> Traffic:
