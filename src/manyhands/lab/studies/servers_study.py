@@ -1,7 +1,8 @@
 """`study servers`: how many parameter servers for how many workers; live on the cores here, and beyond by a model.
 
-The task is measured alone, and one worker with one server; from these the model predicts every other pair that is run
-here, so that its error is seen. Then it says what machines with links of their own would do, beside the simulator.
+The task is measured alone, and one worker with each number of servers; from these the model predicts every other pair
+that is run here, so that its error is seen. Then it says what machines with links of their own would do, beside the
+simulator.
 """
 
 from __future__ import annotations
@@ -104,14 +105,26 @@ def _run(options: ServersOptions, say: Callable[[str], None]) -> StudyAnswer:
         ).profile
     alone = ServerModel(profile=profile, consistency=options.consistency, cores=len(usable_cores()))
     seen = _run_pairs(task, options, alone, say)
-    other_s = max(0.0, 1 / statistics.median(seen[1, 1]) - 1 / alone.batches_per_s(1, 1))
-    here = replace(alone, other_s=other_s)
+    # Every server is another message of an update, which costs the worker time of its own.
+    here = {
+        servers: replace(
+            alone,
+            other_s=max(0.0, 1 / statistics.median(rates) - 1 / alone.batches_per_s(1, servers)),
+        )
+        for (workers, servers), rates in seen.items()
+        if workers == 1
+    }
     pairs = [
-        LivePair(workers=workers, servers=servers, seen=rates, predicted=here.batches_per_s(workers, servers))
+        LivePair(
+            workers=workers,
+            servers=servers,
+            seen=rates,
+            predicted=here[servers].batches_per_s(workers, servers),
+        )
         for (workers, servers), rates in sorted(seen.items(), key=lambda one: one[0][::-1])
     ]
     link = LinkRate(latency_s=parse_duration(options.latency), bytes_per_s=parse_rate(options.bandwidth))
-    far = replace(here, link=link, cores=float("inf"))
+    far = replace(here[1], link=link, cores=float("inf"))
     return servers_answer(options, pairs, far, len(usable_cores()), say)
 
 
@@ -281,7 +294,7 @@ def _about_far(model: ServerModel, rows: Sequence[_FarRow], options: ServersOpti
 def _about_here(
     pairs: Sequence[LivePair], live: Mapping[int, tuple[int | None, int | None]], cores: int
 ) -> list[str]:
-    beyond = [abs(one.error) for one in pairs if (one.workers, one.servers) != (1, 1)]
+    beyond = [abs(one.error) for one in pairs if one.workers > 1]
     said = []
     for servers, (seen, predicted) in live.items():
         most = max(one.workers for one in pairs if one.servers == servers)
@@ -292,7 +305,7 @@ def _about_here(
         )
     if beyond:
         said.append(
-            f"The model, fitted to one worker with one server, missed the other {num_of(len(beyond), 'pair')} by "
+            f"The model, fitted to one worker, missed the other {num_of(len(beyond), 'pair')} by "
             f"{100 * statistics.mean(beyond):.0f} % on average and {100 * max(beyond):.0f} % at most."
         )
     return said
@@ -310,7 +323,7 @@ def _live_table(pairs: Sequence[LivePair]) -> StudyTable:
                 f"{min(one.seen):,.1f}",
                 f"{max(one.seen):,.1f}",
                 f"{one.predicted:,.1f}",
-                "fitted" if (one.workers, one.servers) == (1, 1) else f"{100 * one.error:+.0f} %",
+                "fitted" if one.workers == 1 else f"{100 * one.error:+.0f} %",
             )
             for one in pairs
         ),

@@ -98,10 +98,15 @@ class Tensor(Strategy):
     def choices(
         cls, machines: Machines, *, survives: bool = False, lossy: bool = False
     ) -> Sequence[Strategy]:
-        """All workers as slices of one copy, and every few of them that divide the workers."""
+        """All workers as slices of one copy, and every few of them that divide the workers.
+
+        Of several hosts with several workers each, slices stay inside a host: every layer exchanges between them.
+        """
         del survives, lossy
-        few = (count for count in (2, 4, 8, 16) if count < machines.workers and machines.workers % count == 0)
-        return [cls(), *(cls(slices=count) for count in few)]
+        workers = machines.workers
+        near = machines.per_host if machines.hosts > 1 and machines.per_host > 1 else workers
+        few = [cls(slices=count) for count in (2, 4, 8, 16) if count <= near and workers % count == 0]
+        return [one for one in few if one.slices < workers] + ([cls()] if near == workers else [])
 
     def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
         super().check(workers, device, compiled=compiled)
