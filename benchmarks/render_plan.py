@@ -53,7 +53,7 @@ def _sentence(result: dict[str, Any]) -> str:
         f"On {result['cores']} cores, {told['predictions']} predictions in {result['rounds']} rounds: the median error "
         f"of a step's time is {_percent(error['median'])}, nine of ten are within {_percent(error['p90'])}; the ± that "
         f"was said held for {_percent(told['covered'])}. The null model, the time of `single` divided by the workers, "
-        f"is wrong by {_percent(null['median'])} in the median.{apart} Of {told['choices']} choices (up to four "
+        f"is wrong by {_percent(null['median'])} in the median.{apart} Of {told['choices']} choices (up to six "
         f"constraints for a task), {within[0]} are within 5 % of the best plan that was seen, by `--verify 3` "
         f"{within[1]}, by always taking `mirrored` {within[2]}; the worst are {worst[0]}, {worst[1]} and {worst[2]} "
         "slower."

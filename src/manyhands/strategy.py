@@ -157,7 +157,7 @@ def show_size(num_bytes: int) -> str:
 
 def enough(num_bytes: float) -> str:
     """A size of at least `num_bytes` in few digits, as a user would write it for a limit."""
-    unit = 1024 if num_bytes <= MIB else MIB
+    unit = 1024 if num_bytes <= MIB else MIB if num_bytes <= 16 * 1024 * MIB else 1024 * MIB
     return show_size(math.ceil(num_bytes / unit) * unit)
 
 
