@@ -1,16 +1,23 @@
-"""Networks for benchmarks: two network namespaces with a shaped cable between them, and loopback held to a rate.
+"""Networks for benchmarks: two network namespaces with a shaped cable between them, near or far, and loopback held to a
+rate.
 
-The first needs root. The second needs nothing: the kernel paces what each socket sends (SO_MAX_PACING_RATE).
+The first need root. The last needs nothing: the kernel paces what each socket sends (SO_MAX_PACING_RATE).
 """
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import os
+import select
 import shutil
 import socket
 import stat
+import struct
 import subprocess
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,6 +27,10 @@ from manyhands.places.local.signals import ending
 
 _SO_MAX_PACING_RATE: Final = 47  # asm-generic/socket.h; Python's socket has no name for it
 _ENDS: Final = 2
+_CLONE_NEWNET: Final = 0x40000000
+_TUNSETIFF, _IFF_TAP, _IFF_NO_PI = 0x400454CA, 0x2, 0x1000  # linux/if_tun.h
+_JUMBO, _FRAME = 9000, 1 << 16  # large frames, so that the relay has few
+_LOOK_S: Final = 0.1
 
 
 def namespaces_are_permitted() -> bool:
@@ -127,3 +138,76 @@ def pace_every_connection(bytes_per_s: int) -> int:
 def pace(end: socket.socket, bytes_per_s: int) -> None:
     """Have the kernel send no more than so many bytes in a second through one connection."""
     end.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, bytes_per_s.to_bytes(8, "little"))
+
+
+class DelayingRelay:
+    """Carries frames between the taps of two namespaces, each `delay_s` after it came; a context manager.
+
+    A tap is a network device whose other end is a file: so all that two hosts say to each other passes here.
+    """
+
+    def __init__(self, ends: Sequence[int], delay_s: float) -> None:
+        self._ends, self._delay_s, self._stopped = ends, delay_s, threading.Event()
+        self._thread = threading.Thread(target=self._carry, name="relay")
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _carry(self) -> None:
+        near, far = self._ends
+        onward = {near: (far, deque[tuple[float, bytes]]()), far: (near, deque[tuple[float, bytes]]())}
+        while not self._stopped.is_set():
+            now = time.monotonic()
+            for other, waiting in onward.values():
+                while waiting and waiting[0][0] <= now:
+                    os.write(other, waiting.popleft()[1])
+            due = min((waiting[0][0] for _, waiting in onward.values() if waiting), default=now + _LOOK_S)
+            for end in select.select(self._ends, [], [], max(0.0, due - time.monotonic()))[0]:
+                onward[end][1].append((time.monotonic() + self._delay_s, os.read(end, _FRAME)))
+
+
+@contextmanager
+def two_regions(subnet: str, rate: str, bucket: Sequence[str], delay_s: float) -> Iterator[list[str]]:
+    """`two_namespaces` that are far apart: what one sends arrives `delay_s` later at the other."""
+    names = [f"manyhands-geo-{end}-{os.getpid()}" for end in range(_ENDS)]
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, timeout=10)
+
+    with ending(), ExitStack() as stack:  # a signal leaves no namespace behind
+        taps = []
+        for end, name in enumerate(names):
+            stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False, timeout=10)
+            ip("netns", "add", name)
+            taps.append(_tap_in(name))
+            stack.callback(os.close, taps[-1])
+            ip("-n", name, "address", "add", f"{subnet}{end + 1}/24", "dev", "cable")
+            ip("-n", name, "link", "set", "cable", "mtu", str(_JUMBO), "txqueuelen", "10000")
+            for device in ("cable", "lo"):
+                ip("-n", name, "link", "set", device, "up")
+            shape = ["tc", "qdisc", "add", "dev", "cable", "root", "tbf", "rate", rate, *bucket]
+            subprocess.run([*inside(name), *shape], check=True, timeout=10)
+        with DelayingRelay(taps, delay_s):
+            yield names
+
+
+def _tap_in(name: str) -> int:
+    """Make the device `cable` in a namespace; its other end."""
+    made: list[int] = []
+
+    def make() -> None:  # a thread may enter a namespace alone
+        with open(f"/run/netns/{name}") as there:
+            if ctypes.CDLL(None, use_errno=True).setns(there.fileno(), _CLONE_NEWNET) != 0:
+                raise OSError(ctypes.get_errno(), "setns")
+        end = os.open("/dev/net/tun", os.O_RDWR)
+        fcntl.ioctl(end, _TUNSETIFF, struct.pack("16sH22x", b"cable", _IFF_TAP | _IFF_NO_PI))
+        made.append(end)
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    return made[0]

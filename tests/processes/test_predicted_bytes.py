@@ -175,6 +175,17 @@ def test_sharded_sends_as_foretold_once_it_has_begun(name: str, workers: int, te
     assert 5 * messages == many["messages_sent"] - few["messages_sent"]
 
 
+@pytest.mark.parametrize("text", ["fragments=2", "fragments=2 overlap=1 link=tcp codec=int4"])
+def test_fragments_are_sent_as_foretold_in_each_round(text: str) -> None:
+    """After the last step all of them are sent once more, in a run of any length."""
+    task, footprint = prepared("layers")
+    strategy = f"local steps=4 outer=nesterov {text}"
+    num_bytes, messages = of_all(Strategy.parse(strategy).sends(footprint, 2))
+    few, many = (run(task, strategy, 2, steps).summary["sent"]["gradients"] for steps in (4, 12))
+    assert 8 * num_bytes == many["bytes_sent"] - few["bytes_sent"]
+    assert 8 * messages == many["messages_sent"] - few["messages_sent"]
+
+
 @pytest.mark.parametrize(
     ("workers", "text", "first"),
     [

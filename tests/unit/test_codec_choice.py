@@ -18,7 +18,7 @@ from manyhands.strategies.common.collectives.schedule_collective import (
     ScheduleCollective,
     carrier,
 )
-from manyhands.strategies.local.training import LocalExchange
+from manyhands.strategies.local.local_exchange import LocalExchange
 from manyhands.strategy import Strategy
 from manyhands.transport.link.simulated_network import SimulatedNetwork
 from manyhands.transport.link.wire import codec_of

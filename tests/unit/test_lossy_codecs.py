@@ -38,6 +38,7 @@ SIZES = {
     "fp8": lambda n: n + blocks(n, 256),
     "fp8:e5m2": lambda n: n + blocks(n, 256),
     "int8": lambda n: n + 4 * blocks(n, 256),
+    "int4": lambda n: math.ceil(n / 2) + 4 * blocks(n, 64),
     "qsgd:1": lambda n: 4 * blocks(n, 512) + math.ceil(n * 2 / 8),
     "qsgd:7": lambda n: 4 * blocks(n, 512) + math.ceil(n * 4 / 8),
     "qsgd:10": lambda n: 4 * blocks(n, 512) + math.ceil(n * 5 / 8),
@@ -150,12 +151,13 @@ def test_fp8_is_what_torch_makes_of_a_block_times_its_power_of_two(
         assert torch.equal(got[256 * block : 256 * block + 256], expected), block
 
 
-def test_int8_is_within_half_a_step_of_every_item() -> None:
-    values = normal(256 * 20)
-    got = through(made("int8"), values)
+@pytest.mark.parametrize(("text", "size", "most"), [("int8", 256, 127), ("int4", 64, 7)])
+def test_even_steps_are_within_half_a_step_of_every_item(text: str, size: int, most: int) -> None:
+    values = normal(size * 20)
+    got = through(made(text), values)
     for block in range(20):
-        span = slice(256 * block, 256 * block + 256)
-        step = float(values[span].abs().max()) / 127
+        span = slice(size * block, size * block + size)
+        step = float(values[span].abs().max()) / most
         assert float((got[span] - values[span]).abs().max()) <= 0.5001 * step
         assert torch.allclose(got[span], (values[span] / step).round() * step, rtol=1e-5)
 
@@ -379,7 +381,9 @@ def test_powersgd_comes_to_the_best_of_its_rank_and_leaves_the_rest_alone() -> N
 # ── error feedback ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("text", ["int8", "fp8", "sign", "topk:0.05", "topk:0.05+int8", "topk:0.05+fp16"])
+@pytest.mark.parametrize(
+    "text", ["int8", "int4", "fp8", "sign", "topk:0.05", "topk:0.05+int8", "topk:0.05+fp16"]
+)
 def test_what_was_sent_and_what_is_owed_is_all_that_was_given(text: str) -> None:
     codec, parcel = made(text, feedback=True), Parcel.whole(0, 700, torch.float64)
     assert isinstance(codec, ErrorFeedback)
@@ -487,7 +491,7 @@ def test_a_parcel_of_another_length_is_refused(text: str) -> None:
             read(codec, parcel, hostile)
 
 
-@pytest.mark.parametrize("text", ["int8", "qsgd:7", "ternary", "sign"])
+@pytest.mark.parametrize("text", ["int8", "int4", "qsgd:7", "ternary", "sign"])
 @pytest.mark.parametrize("scale", [torch.inf, -torch.inf, -1.0, -0.0])
 def test_a_scale_that_no_block_has_is_refused(text: str, scale: float) -> None:
     codec, parcel = made(text), Parcel.whole(0, 1000, torch.float32)

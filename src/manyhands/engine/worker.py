@@ -110,9 +110,8 @@ class Trainer:
         part = exchange.part
         if self._plan.buffers == SYNCHRONIZE and part.count > 1:
             synchronize_batch_norms(model, part.total_in_step or exchange.total, part.index, part.count)
-        self.model, self._optimizer = model, optimizer
+        self.model, self._optimizer, self._agreed_step = model, optimizer, first
         model.train()
-        self._agreed_step = first
         called = cast(nn.Module, torch.compile(model)) if self._plan.compile else model
         extra = start.extra if start is not None else None
         self.reporter.begin(first, extra, built.metric_scheduler, self._scale)

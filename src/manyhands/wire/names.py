@@ -172,6 +172,7 @@ CODECS: Final[dict[str, CodecEntry]] = {
         biased=True,
         of_matrices=True,
     ),
+    "int4": CodecEntry(number=13, location="quantized:Int4", about="half a byte, even steps", biased=True),
 }
 
 

@@ -1,4 +1,4 @@
-"""Compiled arithmetic of the codecs that send every item in fewer bits: fp8, int8, QSGD, ternary and sign.
+"""Compiled arithmetic of the codecs that send every item in fewer bits: fp8, int8, int4, QSGD, ternary and sign.
 
 Items go block by block, each with a scale. A block that holds something that is not finite has the mark in its place.
 """
@@ -18,6 +18,7 @@ NOT_FINITE: Final = 0x7FC00000  # the bits of a scale that say: something in thi
 FP8_BLOCK: Final = 256
 FP8_MARK: Final = 255
 INT8_BLOCK: Final = 256
+INT4_BLOCK: Final = 64
 QSGD_BLOCK: Final = 512
 TERNARY_BLOCK: Final = 640
 TERNARY_VALUES: Final = 243
@@ -83,11 +84,12 @@ def unpack_fp8(powers, codes, into, fraction, bias, most):  # type: ignore[no-un
     return wrong != uint32(0)
 
 
-@njit("void(float32[::1], uint32[::1], int8[::1])", cache=True, nogil=True)
-def pack_int8(values, scales, codes):  # type: ignore[no-untyped-def]
+@njit("void(float32[::1], uint32[::1], int8[::1], int64, int64)", cache=True, nogil=True)
+def pack_even(values, scales, codes, size, most):  # type: ignore[no-untyped-def]
+    """Codes from -most to most, which is the largest of each block of `size`."""
     for block in range(len(scales)):
-        part = values[INT8_BLOCK * block : INT8_BLOCK * block + INT8_BLOCK]
-        room = codes[INT8_BLOCK * block : INT8_BLOCK * block + INT8_BLOCK]
+        part = values[size * block : size * block + size]
+        room = codes[size * block : size * block + size]
         largest = uint32(0)
         for i in range(len(part)):  # as integers: of numbers without a sign, the larger has the larger bits
             largest = max(largest, uint32(bits_of(part[i]) & uint32(0x7FFFFFFF)))
@@ -97,8 +99,8 @@ def pack_int8(values, scales, codes):  # type: ignore[no-untyped-def]
         elif largest < uint32(0x02000000):  # 2^-123: too small for a scale
             scales[block] = uint32(0)
         else:
-            scales[block] = bits_of(float_of(largest) / float32(127))
-            factor = float32(127) / float_of(largest)
+            scales[block] = bits_of(float_of(largest) / float32(most))
+            factor = float32(most) / float_of(largest)
         if factor == float32(0):
             room[:] = 0
         else:
@@ -106,11 +108,11 @@ def pack_int8(values, scales, codes):  # type: ignore[no-untyped-def]
                 room[i] = int8(np.rint(part[i] * factor))
 
 
-@njit("void(uint32[::1], int8[::1], float32[::1])", cache=True, nogil=True)
-def unpack_int8(scales, codes, into):  # type: ignore[no-untyped-def]
+@njit("void(uint32[::1], int8[::1], float32[::1], int64)", cache=True, nogil=True)
+def unpack_even(scales, codes, into, size):  # type: ignore[no-untyped-def]
     for block in range(len(scales)):
-        part = codes[INT8_BLOCK * block : INT8_BLOCK * block + INT8_BLOCK]
-        room = into[INT8_BLOCK * block : INT8_BLOCK * block + INT8_BLOCK]
+        part = codes[size * block : size * block + size]
+        room = into[size * block : size * block + size]
         scale = float_of(scales[block])
         for i in range(len(part)):
             room[i] = float32(part[i]) * scale

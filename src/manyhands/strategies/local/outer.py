@@ -3,6 +3,8 @@
 mean       every replica becomes the mean                                       local SGD (Stich 2019)
 nesterov   the mean is taken for a step, and momentum is put under it           DiLoCo (Douillard et al. 2023)
 elastic    replicas stay apart, drawn to a centre that is drawn to them         elastic averaging (Zhang et al. 2015)
+
+Where the exchange takes a while (`overlap=`) or takes fragments in turn, `Mixed` merges what arrives.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from manyhands.errors import UserError, nearest
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["MEAN", "OUTER", "Elastic", "Mean", "Nesterov", "OuterStep", "outer_step"]
+__all__ = ["MEAN", "OUTER", "Elastic", "Mean", "Mixed", "Nesterov", "OuterStep", "outer_step"]
 
 MEAN: Final = "mean"
 
@@ -57,6 +59,9 @@ class Mean(OuterStep):
     def take(self, number: int, parameter: Tensor, mean: Tensor) -> None:
         self.plainly(number, parameter, mean)
 
+    def stepped(self, _number: int, _before: Tensor, mean: Tensor) -> Tensor:
+        return mean
+
 
 class Nesterov(OuterStep):
     """Treats the change of the mean since the last average as a gradient, for SGD with Nesterov momentum."""
@@ -73,14 +78,17 @@ class Nesterov(OuterStep):
             before.copy_(parameter)
 
     def take(self, number: int, parameter: Tensor, mean: Tensor) -> None:
-        gradient = self._before[number] - mean
+        parameter.copy_(self.stepped(number, self._before[number], mean))
+
+    def stepped(self, number: int, before: Tensor, mean: Tensor) -> Tensor:
+        """Return where the step leads from `before`, and remember its momentum."""
+        gradient = before - mean
         velocity = self._velocity.get(number)
         if velocity is None:
             velocity = self._velocity[number] = gradient.clone()
         else:
             velocity.mul_(self._momentum).add_(gradient)
-        step = gradient.add(velocity, alpha=self._momentum)
-        parameter.copy_(self._before[number]).add_(step, alpha=-self._rate)
+        return before.add(gradient.add(velocity, alpha=self._momentum), alpha=-self._rate)
 
     def memory(self) -> dict[str, Tensor]:
         return {str(number): velocity for number, velocity in self._velocity.items()}
@@ -89,45 +97,71 @@ class Nesterov(OuterStep):
         self._velocity = {int(number): velocity.clone() for number, velocity in memory.items()}
 
 
-class Elastic(OuterStep):
-    """Worker and centre attract each other: the worker moves by `pull` / workers, the centre by `pull` to the mean.
-
-    Each worker keeps the centre, which is equal on all; it is the result of the run.
-    """
+class _Centred(OuterStep):
+    """Replicas stay apart; each worker keeps the centre, which is equal on all. It is the result of the run."""
 
     keeps_apart = True
 
-    def __init__(self, pull: float, world: int) -> None:
-        self._pull, self._own_pull = pull, pull / world
-        self._centre: list[Tensor] = []
+    def __init__(self) -> None:
+        self.centre: list[Tensor] = []
 
     def begin(self, parameters: Sequence[Tensor]) -> None:
         """The first time, when all replicas are equal, take them as the centre."""
-        if not self._centre:
-            self._centre = [parameter.detach().clone() for parameter in parameters]
-
-    def take(self, number: int, parameter: Tensor, mean: Tensor) -> None:
-        centre = self._centre[number]
-        parameter.sub_((parameter - centre).mul_(self._own_pull))
-        centre.add_((mean - centre).mul_(self._pull))
+        if not self.centre:
+            self.centre = [parameter.detach().clone() for parameter in parameters]
 
     def plainly(self, number: int, parameter: Tensor, mean: Tensor) -> None:
         super().plainly(number, parameter, mean)
-        self._centre[number].copy_(mean)
+        self.centre[number].copy_(mean)
 
     @contextmanager
     def shown(self, parameters: Sequence[Tensor]) -> Iterator[None]:
-        if not self._centre:
+        if not self.centre:
             yield
             return
         own = [parameter.detach().clone() for parameter in parameters]
-        for parameter, centre in zip(parameters, self._centre, strict=True):
+        for parameter, centre in zip(parameters, self.centre, strict=True):
             parameter.detach().copy_(centre)
         try:
             yield
         finally:
             for parameter, value in zip(parameters, own, strict=True):
                 parameter.detach().copy_(value)
+
+
+class Elastic(_Centred):
+    """Worker and centre attract each other: the worker moves by `pull` / workers, the centre by `pull` to the mean."""
+
+    def __init__(self, pull: float, world: int) -> None:
+        super().__init__()
+        self._pull, self._own_pull = pull, pull / world
+
+    def take(self, number: int, parameter: Tensor, mean: Tensor) -> None:
+        centre = self.centre[number]
+        parameter.sub_((parameter - centre).mul_(self._own_pull))
+        centre.add_((mean - centre).mul_(self._pull))
+
+
+class Mixed(_Centred):
+    """The centre takes the outer step; each worker keeps the share `own` of its own parameters (Douillard et al. 2025).
+
+    `mean` is of what the workers had when they sent it: meanwhile they may have taken further steps.
+    """
+
+    def __init__(self, outer: Mean | Nesterov, own: float) -> None:
+        super().__init__()
+        self._outer, self.own = outer, own
+
+    def take(self, number: int, parameter: Tensor, mean: Tensor) -> None:
+        centre = self.centre[number]
+        centre.copy_(self._outer.stepped(number, centre, mean))
+        parameter.lerp_(centre, 1 - self.own)  # where both are equal, exactly that
+
+    def memory(self) -> dict[str, Tensor]:
+        return self._outer.memory()
+
+    def load_state(self, memory: Mapping[str, Tensor]) -> None:
+        self._outer.load_state(memory)
 
 
 Maker = Callable[[Sequence[float], int], OuterStep]

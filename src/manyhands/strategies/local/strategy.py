@@ -23,9 +23,10 @@ from manyhands.facts import (
     Truth,
     WorkerMemory,
 )
+from manyhands.strategies.local.fragments import FragmentPlan
 from manyhands.strategies.local.outer import MEAN, outer_step
 from manyhands.strategy import Strategy, check_link, integer, link_setting, setting, switch_setting
-from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, rounds_hops
+from manyhands.wire.names import RAW, auto_error, check_codec, codec_setting, feedback_setting, rounds_hops
 
 __all__ = ["Local"]
 
@@ -38,14 +39,22 @@ def _read_steps(text: str) -> float:
     return int(text)
 
 
+def _read_share(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError(f"{text!r} is not a number") from None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Local(Strategy):
     """Every worker takes its own steps on its part of each batch; every `steps` of them all replicas are averaged.
 
     `steps=1` with plain SGD is the synchronous step; `steps=inf` averages once, at the end. The `first` steps end with
     an average each, as in post-local SGD. `outer` is what becomes of the mean, `gossip` what is done between two.
-    `link` is how processes of one host talk: through `shared` memory, or in a ring by `tcp` on loopback; there `codec`
-    makes what travels smaller: how far each worker has come since the last average.
+    `fragments` and `overlap` are for links that are slow or far: the model is averaged a part at a time, and what is
+    sent travels beside the next steps. `link` is how processes of one host talk: through `shared` memory, or in a ring
+    by `tcp` on loopback; there `codec` makes what travels smaller: how far each worker has come since the last average.
     """
 
     word: ClassVar[str] = "local"
@@ -57,6 +66,12 @@ class Local(Strategy):
     """How many steps at the beginning of the run end with an average each, which is then the plain mean."""
     outer: str = setting(MEAN, str)
     """What becomes of the mean: `mean`, `nesterov:RATE:MOMENTUM` (DiLoCo) or `elastic:PULL` (elastic averaging)."""
+    fragments: int = setting(1, integer)
+    """Into how many fragments the model is cut, each of which is averaged once in `steps` steps, in turn."""
+    overlap: int = setting(0, integer)
+    """How many steps pass between sending a fragment and merging what came back; meanwhile it travels."""
+    keep: float = setting(0.5, _read_share)
+    """The share of its own parameters that a worker keeps as a fragment is merged, where `overlap` is above 0."""
     gossip: bool = switch_setting()
     """Whether each worker averages its parameters with one other after every step between two averages."""
     link: str = link_setting()
@@ -73,27 +88,79 @@ class Local(Strategy):
         outer_step(self.outer, 1)  # refuses what it cannot read
         if self.first < 0 or self.first != int(self.first):
             raise UserError(f"local first={self.first}: must be an integer of at least 0")
-        if self._keeps_apart and self.codec != RAW:
+        if self._is_elastic and self.codec != RAW:
             raise UserError(
                 f"local outer={self.outer} codec={self.codec}: a codec sends the change since all replicas were equal, "
                 "and here they never are; leave one out"
             )
-        if self._keeps_apart and self.gossip:
+        if self._is_elastic and self.gossip:
             raise UserError(f"local outer={self.outer} gossip=yes: both average the replicas; leave one out")
         if self.steps != math.inf and (self.steps < 1 or self.steps != int(self.steps)):
             raise UserError(f"local steps={self.steps}: must be an integer of at least 1, or inf")
+        self._check_streaming()
+
+    def _check_streaming(self) -> None:
+        if self.fragments < 1 or self.fragments != int(self.fragments):
+            raise UserError(f"local fragments={self.fragments}: must be an integer of at least 1")
+        if self.overlap < 0 or self.overlap != int(self.overlap):
+            raise UserError(f"local overlap={self.overlap}: must be an integer of at least 0")
+        if not 0 <= self.keep < 1:
+            raise UserError(f"local keep={self.keep:g}: must be at least 0 and below 1; 0.5 is usual")
+        if self.keep != 0.5 and not self.overlap:
+            raise UserError(
+                f"local keep={self.keep:g}: without overlap nothing is mixed; add overlap=1, or leave keep out"
+            )
+        if not self.streams:
+            return
+        what = f"fragments={self.fragments}" if self.fragments > 1 else f"overlap={self.overlap}"
+        for other, why in {
+            "gossip=yes": "both average the replicas" if self.gossip else "",
+            f"outer={self.outer}": "both have a centre" if self._is_elastic else "",
+            f"codec={self.codec}": "codecs are compared on a whole model"
+            if auto_error(self.codec) is not None
+            else "",
+            "steps=inf": "fragments take turns within a number of steps" if self.steps == math.inf else "",
+        }.items():
+            if why:
+                raise UserError(f"local {what} {other}: {why}; leave one out")
+        if self.fragments > self.steps:
+            raise UserError(
+                f"local fragments={self.fragments} steps={self.steps:g}: no two are averaged after one step; give "
+                "as many steps at least"
+            )
+        if self.overlap > self.plan.most_overlap:
+            raise UserError(
+                f"local overlap={self.overlap}: a fragment must be back before the next is sent; use at most "
+                f"{self.plan.most_overlap}, more steps or fewer fragments"
+            )
 
     @property
-    def _keeps_apart(self) -> bool:
+    def streams(self) -> bool:
+        """Whether the model is averaged in fragments, or beside the next steps."""
+        return self.fragments > 1 or self.overlap > 0
+
+    @property
+    def plan(self) -> FragmentPlan:
+        """When each fragment is sent and merged, if it `streams`."""
+        return FragmentPlan(steps=int(self.steps), fragments=self.fragments, overlap=self.overlap)
+
+    @property
+    def _is_elastic(self) -> bool:
         return self.outer.startswith("elastic")
+
+    @property
+    def keeps_apart(self) -> bool:
+        """Whether replicas, and with them the optimizer states, differ after an average."""
+        return self.streams or self._is_elastic
 
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
         [worker] = super().needs(model, workers)
         if workers == 1:
             return [worker]
-        if self._keeps_apart:
+        if self.keeps_apart:
             what = "space to average replicas, and their center"
-            return [replace(worker, besides=2 * model.weights, what=what)]
+            momentum = model.weights if self.outer.startswith("nesterov") else 0
+            return [replace(worker, besides=2 * model.weights + momentum, what=what)]
         besides, what = model.weights + model.state, "space to average replicas"
         if self.outer != MEAN:
             besides, what = besides + 2 * model.weights, f"{what}, and the outer step's momentum"
@@ -104,17 +171,21 @@ class Local(Strategy):
         from manyhands.strategies.common.coded_times import coded_all_reduce_s, coding_s, has_known_time
         from manyhands.strategies.common.step_times import summed_in_memory_s
 
-        if not has_known_time(self.codec) or self.gossip or self._keeps_apart:
+        if not has_known_time(self.codec) or self.gossip or self._is_elastic:
             return None
-        averaged = profile.model.parameters + profile.model.state
+        state = 0 if self.streams else profile.model.state
+        averaged = (profile.model.parameters + state) / self.fragments
+        compute_s = profile.compute_s(machines.workers)
         if machines.hosts == 1 and not self.uses_network:
             mean_s = summed_in_memory_s(machines, averaged)
         else:
-            mean_s = coded_all_reduce_s(self.codec, "ring", machines, averaged)
-            mean_s += coding_s(self.codec, machines, averaged)
+            way = "hierarchical" if machines.hosts > 1 and machines.per_host > 1 else "ring"
+            mean_s = coded_all_reduce_s(self.codec, way, machines, averaged)
+            # It travels beside the next steps, but the cores that encode are those that compute.
+            mean_s = max(0.0, mean_s - self.overlap * compute_s) + coding_s(self.codec, machines, averaged)
         return PredictedStep(
-            compute_s=profile.compute_s(machines.workers),
-            exchange_s=mean_s / self.steps,
+            compute_s=compute_s,
+            exchange_s=self.fragments * mean_s / self.steps,
             # Of many steps between two averages, slow and fast ones cancel out.
             waiting_s=profile.waiting_s(machines.workers) / math.sqrt(self.steps),
             optimizer_s=profile.optimizer_s,
@@ -135,8 +206,14 @@ class Local(Strategy):
         in_step = TO_ROUNDING if self.codec == RAW else ROUNDED
         same = in_step if self.steps == 1 and self.outer == MEAN else drifts
         instead = ""  # a loop may leave a step out in which its partner waits for it
-        if self._keeps_apart or self.gossip:
-            what = f"outer={self.outer}" if self._keeps_apart else "gossip"
+        if self.keeps_apart or self.gossip:
+            what = (
+                f"outer={self.outer}"
+                if self._is_elastic
+                else "gossip"
+                if self.gossip
+                else "fragments and overlap"
+            )
             instead = f"give mh.fit a Task for {what}"
         return Facts(
             usual_costs=StepCosts(step_s=4e-4, byte_s=3e-10),

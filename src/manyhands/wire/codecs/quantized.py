@@ -19,7 +19,7 @@ from manyhands.wire.codec import BadBytes, Bytes, Floats, ParcelCodec, expect_by
 from manyhands.wire.parcels import Parcel
 from manyhands.wire.quantize_kernels import NOT_FINITE
 
-__all__ = ["FloatCodec", "Fp8", "Int8", "Qsgd", "Sign", "Ternary"]
+__all__ = ["FloatCodec", "Fp8", "Int4", "Int8", "Qsgd", "Sign", "Ternary"]
 
 Scales = npt.NDArray[np.uint32]
 
@@ -111,10 +111,32 @@ class Int8(FloatCodec):
     block = kernels.INT8_BLOCK
 
     def pack(self, parcel: Parcel, values: Floats, scales: Scales, items: Bytes) -> None:  # noqa: ARG002
-        kernels.pack_int8(values, scales, items.view(np.int8))
+        kernels.pack_even(values, scales, items.view(np.int8), self.block, 127)
 
     def unpack(self, scales: Scales, items: Bytes, into: Floats) -> None:
-        kernels.unpack_int8(scales, items.view(np.int8), into)
+        kernels.unpack_even(scales, items.view(np.int8), into, self.block)
+
+
+class Int4(FloatCodec):
+    """15 evenly spaced values, from minus to plus the largest of each block of 64 items, rounded to nearest."""
+
+    block = kernels.INT4_BLOCK
+    _most: ClassVar[int] = 7
+
+    def item_bytes(self, count: int) -> int:
+        return -(-count // 2)
+
+    def pack(self, parcel: Parcel, values: Floats, scales: Scales, items: Bytes) -> None:
+        codes = np.empty(parcel.count, np.int8)
+        kernels.pack_even(values, scales, codes, self.block, self._most)
+        kernels.pack_bits((codes + np.int8(self._most)).view(np.uint8), 4, items)
+
+    def unpack(self, scales: Scales, items: Bytes, into: Floats) -> None:
+        codes = np.empty(len(into), np.uint8)
+        kernels.unpack_bits(items, 4, codes)
+        if len(codes) and int(codes.max()) > 2 * self._most:
+            raise BadBytes(f"an item is {int(codes.max())}, but there are {2 * self._most + 1} values")
+        kernels.unpack_even(scales, codes.view(np.int8) - np.int8(self._most), into, self.block)
 
 
 class Qsgd(FloatCodec):

@@ -19,7 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ __all__ = [
     "Collective",
     "Reducer",
     "SharedCollective",
+    "all_on_first",
     "broadcast",
     "gradient_layouts",
     "kept_by_codecs",
@@ -428,10 +429,18 @@ def gradient_layouts(model: nn.Module, cap_bytes: int, *, rows: bool = False) ->
 
 def kept_by_codecs(collective: Collective, index: int, bucket: torch.Tensor) -> Mapping[str, Any]:
     """Collective: return all workers' codec residuals on worker 0, for a checkpoint, through bucket `index`, zeroed."""
-    memory, carrier = collective.memory(), bucket.view(torch.uint8)
+    memory = collective.memory()
     if not memory:
         return {}  # on all alike: they have sent the same buckets
-    mine = as_one(memory)
+    found = all_on_first(collective, index, bucket, memory)
+    return {"codec": {"codec": collective.codec, "workers": found}} if collective.rank == 0 else {}
+
+
+def all_on_first(
+    collective: Collective, index: int, bucket: torch.Tensor, memory: Mapping[str, torch.Tensor]
+) -> list[torch.Tensor]:
+    """Collective: return each worker's `memory` on worker 0, as `as_one` packs it, through bucket `index`, zeroed."""
+    mine, carrier = as_one(memory), bucket.view(torch.uint8)
     room = carrier[:8].view(torch.int64)
     most = 2 * mine.numel() + _SPARE_BYTES  # all workers keep about as much
     found = []
@@ -441,7 +450,7 @@ def kept_by_codecs(collective: Collective, index: int, bucket: torch.Tensor) -> 
         count = int(room[0])
         if not 0 <= count <= most:
             raise ManyhandsError(
-                f"worker {root} reports {count} bytes of codec state; at most {most} are expected"
+                f"worker {root} reports {count} bytes of its own state; at most {most} are expected"
             )
         theirs = torch.empty(count if collective.rank == 0 else 0, dtype=torch.uint8)
         for begin in range(0, count, len(carrier)):
@@ -453,7 +462,7 @@ def kept_by_codecs(collective: Collective, index: int, bucket: torch.Tensor) -> 
                 theirs[begin:end] = carrier[: end - begin]
         found.append(theirs)
     carrier.zero_()
-    return {"codec": {"codec": collective.codec, "workers": found}} if collective.rank == 0 else {}
+    return found
 
 
 def remember_kept(collective: Collective, memory: Mapping[str, Any]) -> None:
@@ -487,11 +496,26 @@ def broadcast(
 ) -> None:
     """Collective: give every worker worker 0's values, through the bytes of bucket `index`, zeroed afterwards."""
     carrier = bucket.view(torch.uint8)
-    for tensor in tensors:
-        flat = tensor.detach().contiguous().flatten().view(torch.uint8)
+    flats = [(one, one.detach().contiguous().flatten().view(torch.uint8)) for one in tensors]
+    together: list[torch.Tensor] = []  # as many as the bucket holds, which is sent whole
+
+    def send() -> None:
+        ends = [*accumulate(map(len, together))]
+        places = [carrier[end - len(piece) : end] for piece, end in zip(together, ends, strict=True)]
+        for piece, place in zip(together, places, strict=True):
+            place.copy_(piece)
+        collective.broadcast(index)
+        for piece, place in zip(together, places, strict=True):
+            piece.copy_(place)
+        together.clear()
+
+    for _, flat in flats:
         for piece in torch.split(flat, len(carrier)):
-            carrier[: len(piece)] = piece
-            collective.broadcast(index)
-            piece.copy_(carrier[: len(piece)])
+            if sum(map(len, together)) + len(piece) > len(carrier):
+                send()
+            together.append(piece)
+    if together:
+        send()
+    for tensor, flat in flats:
         tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
     carrier.zero_()
