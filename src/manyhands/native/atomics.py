@@ -114,7 +114,7 @@ def _pointer(typingctx: Any, address: Any, dtype: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _stack_pair(typingctx: Any) -> Any:
+def stack_pair(typingctx: Any) -> Any:
     """The address of two int64 on this call's stack (a timespec)."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -133,7 +133,7 @@ def array_at(address, count, dtype):  # type: ignore[no-untyped-def]
 @njit(nogil=True, cache=True)
 def clock_ns():  # type: ignore[no-untyped-def]
     """CLOCK_MONOTONIC in nanoseconds: the same clock as `time.monotonic_ns`, shared by all processes of a host."""
-    spec = _stack_pair()
+    spec = stack_pair()
     _clock_gettime(types.int32(_CLOCK_MONOTONIC), spec)
     return load_i64(spec) * 1_000_000_000 + load_i64(spec + 8)
 
@@ -141,7 +141,7 @@ def clock_ns():  # type: ignore[no-untyped-def]
 @njit(nogil=True, cache=True)
 def futex_wait(address, expected, timeout_ns):  # type: ignore[no-untyped-def]
     """Sleep while the word at `address` is `expected`, at most `timeout_ns`; may return early for no reason."""
-    spec = _stack_pair()
+    spec = stack_pair()
     store_i64(spec, timeout_ns // 1_000_000_000)
     store_i64(spec + 8, timeout_ns % 1_000_000_000)
     return _syscall(_FUTEX_NUMBER, address, _FUTEX_WAIT, types.int64(expected), spec, 0, 0)

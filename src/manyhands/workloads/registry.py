@@ -78,6 +78,7 @@ JOBS: Final = {
         (
             "manyhands.observe.record.event_ring:warm",
             "manyhands.transport.link.byte_ring",
+            "manyhands.transport.link.byte_socket",
             "manyhands.transport.heartbeats",
             "manyhands.places.local.status",
             "manyhands.native.counters",

@@ -21,8 +21,17 @@ from numba import int64, types, uint32
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from manyhands.native.atomics import clock_ns, fence, futex_wake, load_i64, load_u32, store_i64, store_u32
-from manyhands.native.decorators import inlined, njit
+from manyhands.native.atomics import (
+    clock_ns,
+    fence,
+    futex_wake,
+    load_i64,
+    load_u32,
+    pause,
+    store_i64,
+    store_u32,
+)
+from manyhands.native.decorators import helper, inlined, njit
 from manyhands.native.segment import CACHE_LINE
 from manyhands.native.waiting import announce, wait_until
 
@@ -36,6 +45,8 @@ CUT: Final = 2  # this side left with something unsaid
 _CURSOR, _STATE = 64, 72  # well past the word, whatever its waiters keep beside it
 _ENDED, _CAPACITY = 2 * CACHE_LINE, 2 * CACHE_LINE + 8
 _PIECES = 4
+_NAP_NS: Final = 200_000
+ROW_BYTES: Final = 48  # in the table of `carry`
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -140,6 +151,64 @@ def read(ring: int, target: int, num_bytes: int, done: int, until_ns: int, spins
         if done < num_bytes and until_ns != 0 and clock_ns() >= until_ns:
             break
     return done
+
+
+@helper()
+def _nap(ring: int, is_read: bool, until_ns: int) -> None:
+    """Sleep until the other side of a ring has moved, or a short while: other rings may move before."""
+    capacity = load_i64(ring + _CAPACITY)
+    word, target = ring, load_i64(ring + CACHE_LINE + _CURSOR) + 1
+    if not is_read:
+        word, target = ring + CACHE_LINE, load_i64(ring + _CURSOR) + 1 - capacity
+    wait_until(word, target, ring + _ENDED, min(until_ns, clock_ns() + _NAP_NS), 0)
+
+
+@njit("boolean(int64, int64, int64, boolean, int64, int64)", nogil=True, cache=True)
+def carry(table: int, writes: int, reads: int, all_leave: bool, until_ns: int, spins: int) -> bool:
+    """Write several messages and read others, each through a ring of its own, all at once; whether that is done.
+
+    A row of `table` is what a `write` is called with, to `done`, which is updated; a read has no header. The writes are
+    first; they need not be complete unless `all_leave`. Returns early when a side has left a ring with something to do.
+    """
+    looks = 0
+    while True:
+        moved, left, ring, is_read = False, False, int64(0), False
+        for row in range(writes + reads):
+            at = table + ROW_BYTES * row
+            done, total = load_i64(at + 40), load_i64(at + 16) + load_i64(at + 32)
+            if done == total:
+                continue
+            if row < writes:
+                now = write(
+                    load_i64(at),
+                    load_i64(at + 8),
+                    load_i64(at + 16),
+                    load_i64(at + 24),
+                    load_i64(at + 32),
+                    done,
+                    0,
+                    0,
+                )
+            else:
+                now = read(load_i64(at), load_i64(at + 24), load_i64(at + 32), done, 0, 0)
+            store_i64(at + 40, now)
+            moved |= now != done
+            if now != total:
+                ring, is_read = load_i64(at), row >= writes
+                left |= is_read or all_leave
+        if not left:
+            return True
+        if moved:
+            looks = 0
+        elif load_u32(ring + _ENDED) != 0:
+            return False
+        elif looks < spins:
+            looks += 1
+            pause()
+        else:
+            _nap(ring, is_read, until_ns)
+        if clock_ns() >= until_ns:
+            return False
 
 
 @njit("int64(int64)", nogil=True, cache=True)

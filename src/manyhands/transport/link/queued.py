@@ -84,8 +84,9 @@ class Outgoing:
         self._peer_end = peer_end
         self._name = name
         self._spins = spins
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self.lock = threading.Lock()
+        self._changed = threading.Condition(self.lock)
+        self._by_caller = False
         self._queue: deque[_Waiting] = deque()
         self._pending_bytes = 0
         self._end: Closed | PeerDied | None = None
@@ -96,7 +97,7 @@ class Outgoing:
     def send(self, header: bytes, payload: torch.Tensor | None, payload_bytes: int) -> SendOutcome:
         """Write what fits, queue the rest; Full if earlier messages wait and this one exceeds the bound."""
         total = HEADER_BYTES + payload_bytes
-        with self._lock:
+        with self.lock:
             if self._end is None:
                 self._end = self._peer_end()
             if self._end is not None:
@@ -110,14 +111,35 @@ class Outgoing:
                 done = self._write(self._header_address, payload, payload_bytes, 0, 0)
                 if done == total:
                     return _AT_ONCE
-            kept = (ctypes.c_char * HEADER_BYTES).from_buffer_copy(header)
-            self._queue.append(_Waiting(kept, payload, payload_bytes, done))
-            self._pending_bytes += total - done
-            if self._pump is None:
-                self._pump = threading.Thread(target=self._drain, name=self._name, daemon=True)
-                self._pump.start()
-            self._changed.notify_all()
+            self._leave_to_pump(header, payload, payload_bytes, done)
             return Queued(self._pending_bytes)
+
+    @property
+    def is_free(self) -> bool:
+        return not self._queue and self._end is None
+
+    def begin(self, header: bytes) -> int:
+        """Have the caller write the next message by itself, where nothing is queued: the address of its header."""
+        self._header.raw, self._by_caller = header, True
+        return self._header_address
+
+    def end(self, payload: torch.Tensor | None, payload_bytes: int, done: int) -> None:
+        """Of the message that the caller began to write, queue what is not done."""
+        with self.lock:
+            self._by_caller = False
+            if done < HEADER_BYTES + payload_bytes:
+                self._leave_to_pump(self._header.raw, payload, payload_bytes, done)
+
+    def _leave_to_pump(
+        self, header: bytes, payload: torch.Tensor | None, payload_bytes: int, done: int
+    ) -> None:
+        kept = (ctypes.c_char * HEADER_BYTES).from_buffer_copy(header)
+        self._queue.append(_Waiting(kept, payload, payload_bytes, done))
+        self._pending_bytes += HEADER_BYTES + payload_bytes - done
+        if self._pump is None and self._end is None:
+            self._pump = threading.Thread(target=self._drain, name=self._name, daemon=True)
+            self._pump.start()
+        self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> FlushOutcome:
         if not self._queue:  # nobody else puts anything there, and what has not left is not taken out
@@ -134,11 +156,11 @@ class Outgoing:
         with self._changed:
             if self._end is None:
                 self._end = Closed()
-            complete = not self._queue
+            complete = not self._queue and not self._by_caller
             self._changed.notify_all()
         if self._pump is not None:
             self._pump.join()  # it looks up at least every slice
-            complete = not self._queue
+            complete = not self._queue and not self._by_caller
         return complete
 
     def _write(
@@ -218,24 +240,52 @@ class Incoming:
             # Leave this core if the peer runs on it too, unless that was tried just now.
             assert self._part is not None, "else it is never tried"
             self._part_ns = start_ns + (_PART_EVERY_NS if self._part() else _LOOK_EVERY_NS)
-        header = self._header
-        if header is None:
+        if self._header is None:
             outcome = self._fill(self._bytes_address, HEADER_BYTES, start_ns, deadline_ns)
             if outcome is not None:
                 return outcome
-            header = Header.decode(self._bytes, self._max_payload_bytes, self._sequence, self._peer)
-            self._header, self._done = header, 0
-        if header.frame is _GOODBYE:
+        header = self.announced(into)
+        if header is None:
             return Closed()
-        if self._target is None:
-            self._target = room_for(header, into, self._peer)
-        elif into is not None:
-            room_for(header, into, self._peer)  # what does not fit is refused before the rest is read
         if self._target is not None and header.payload_bytes:
             outcome = self._fill(self._target.data_ptr(), header.payload_bytes, start_ns, deadline_ns)
             if outcome is not None:
                 return outcome
-        received = hand_out(header, self._target, into, self._peer)
+        return self.hand_out(into)
+
+    @property
+    def is_between(self) -> bool:
+        return self._header is None and not self._done
+
+    @property
+    def header_address(self) -> int:
+        """Where the caller reads the header of the next message to, by itself."""
+        return self._bytes_address
+
+    def announced(self, into: torch.Tensor | None) -> Header | None:
+        """What the bytes of the header announce, and where it goes; None for a goodbye."""
+        if self._header is None:
+            self._header = Header.decode(self._bytes, self._max_payload_bytes, self._sequence, self._peer)
+            self._done = 0
+        header = self._header
+        if header.frame is _GOODBYE:
+            return None
+        if self._target is None:
+            self._target = room_for(header, into, self._peer)
+        elif into is not None:
+            room_for(header, into, self._peer)  # what does not fit is refused before the rest is read
+        return header
+
+    def end(self, into: torch.Tensor, done: int) -> Message | None:
+        """So many bytes of the header, or of the payload once that is announced, the caller has read by itself."""
+        self._done = done
+        whole = self._header is not None and done == self._header.payload_bytes
+        return self.hand_out(into).message if whole else None
+
+    def hand_out(self, into: torch.Tensor | None) -> Received:
+        """The message that is here whole; the next one is due."""
+        assert self._header is not None, "it was announced"
+        received = hand_out(self._header, self._target, into, self._peer)
         self._header, self._target, self._done = None, None, 0
         self._sequence += 1
         return received

@@ -13,9 +13,12 @@ import ctypes
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Final, NamedTuple, Self
+
+import torch
 
 from manyhands.errors import UserError
 from manyhands.native.closeable import Closeable
@@ -26,7 +29,10 @@ from manyhands.transport.link.interface import (
     DEFAULT_MAX_PAYLOAD_BYTES,
     DEFAULT_QUEUE_BYTES,
     Closed,
+    Header,
+    Message,
     PeerDied,
+    check_size,
 )
 from manyhands.transport.link.queued import SLICE_NS, Incoming, Outgoing, QueuedLink
 from manyhands.transport.link.wire import Wire
@@ -113,7 +119,8 @@ class SharedLink(QueuedLink):
         self._own_lines = ((out_address, out_address), (in_address, in_address + CACHE_LINE))
         self._peer_line = in_address  # where the peer says how it leaves
         self._looked_ns = 0
-        spins = _PATIENCE * spins_for(roles)
+        self.rings = out_address, in_address
+        self.spins = spins = _PATIENCE * spins_for(roles)
         room_to_part = roles <= len(os.sched_getaffinity(0))
         self._outgoing = Outgoing(
             partial(byte_ring.write, out_address),
@@ -152,6 +159,51 @@ class SharedLink(QueuedLink):
             own = [LinkDescriptors(*map(os.dup, files.descriptors(end))) for end in (0, 1)]
         first, second = (cls.attach(own[end], end=end, peer=names[1 - end], **bounds) for end in (0, 1))
         return first, second
+
+    # For `SharedExchange`, which carries by itself what both ends are to send and receive.
+    @property
+    def is_between(self) -> bool:
+        """Whether nothing is queued and nothing half received."""
+        return not self._closed and self._outgoing.is_free and self._incoming.is_between
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    @property
+    def header_address(self) -> int:
+        return self._incoming.header_address
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Meanwhile the link is not closed, and its memory stays."""
+        with self._receiving, self._outgoing.lock:
+            yield
+
+    def begin_send(self, message: Message) -> int:
+        """The address of the header with which the message is to be written."""
+        check_size(message.payload_bytes, self._max_payload_bytes, self.peer)
+        return self._outgoing.begin(Header.of(message, self.counters.messages_sent).encode())
+
+    def end_send(self, message: Message, done: int) -> None:
+        self._outgoing.end(message.payload, message.payload_bytes, done)
+        self.counters.messages_sent += 1
+        self.counters.bytes_sent += message.payload_bytes
+
+    def announced(self, into: torch.Tensor) -> tuple[int, int] | None:
+        """Where the payload goes of the header that was read, and how long it is; None for a goodbye."""
+        header = self._incoming.announced(into)
+        return None if header is None else (into.data_ptr(), header.payload_bytes)
+
+    def end_receive(self, into: torch.Tensor, done: int) -> Message | None:
+        message = self._incoming.end(into, done)
+        if message is not None:
+            self.counters.messages_received += 1
+            self.counters.bytes_received += message.payload_bytes
+        return message
+
+    def peer_end(self) -> Closed | PeerDied | None:
+        return self._peer_end()
 
     def _say_goodbye(self, complete: bool) -> None:
         for address, line in self._own_lines:

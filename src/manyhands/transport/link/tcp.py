@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import ctypes
 import fcntl
+import os
 import select
 import socket
 import termios
@@ -20,6 +21,7 @@ from typing import Final, Self
 import torch
 
 from manyhands.errors import ManyhandsError
+from manyhands.transport.link import byte_socket
 from manyhands.transport.link.interface import (
     DEFAULT_MAX_PAYLOAD_BYTES,
     DEFAULT_QUEUE_BYTES,
@@ -32,7 +34,7 @@ from manyhands.transport.link.interface import (
 )
 from manyhands.transport.link.queued import Incoming, Outgoing, QueuedLink
 from manyhands.transport.link.wire import Wire
-from manyhands.transport.tls import End, TlsRefused
+from manyhands.transport.tls import End, SecureSocket, TlsRefused
 
 __all__ = ["TcpLink", "connected"]
 
@@ -65,6 +67,8 @@ class TcpLink(QueuedLink):
         self._end = end
         self._descriptor = end.fileno()
         end.setblocking(False)
+        secure = isinstance(end, SecureSocket)
+        self._write, self._read = (self._encrypt, self._decrypt) if secure else (self._send, self._receive)
         self._outgoing = Outgoing(self._write, queue_bytes, self._peer_end, f"manyhands link to {peer}")
         self._incoming = Incoming(self._read, max_payload_bytes, self._peer_end, peer)
 
@@ -111,7 +115,7 @@ class TcpLink(QueuedLink):
         del in_child
         self._end.close()
 
-    def _write(
+    def _send(
         self,
         header: int,
         header_bytes: int,
@@ -122,6 +126,31 @@ class TcpLink(QueuedLink):
         _: int,
     ) -> int:
         """See `queued.Write`; where the peer is gone, `_gone` says so."""
+        sent = byte_socket.write(
+            self._descriptor, header, header_bytes, payload, payload_bytes, done, until_ns
+        )
+        return sent if sent >= 0 else self._failed(sent, done)
+
+    def _receive(self, address: int, num_bytes: int, done: int, until_ns: int, _spins: int) -> int:
+        """See `queued.Read`; at the end of the stream `_gone` says so."""
+        came = byte_socket.read(self._descriptor, address, num_bytes, done, until_ns)
+        return came if came >= 0 else self._failed(came, done)
+
+    def _failed(self, number: int, done: int) -> int:
+        self._gone = self._gone or self._broken("" if number == byte_socket.ENDED else os.strerror(-number))
+        return done
+
+    def _encrypt(
+        self,
+        header: int,
+        header_bytes: int,
+        payload: int,
+        payload_bytes: int,
+        done: int,
+        until_ns: int,
+        _: int,
+    ) -> int:
+        """As `_send`, by OpenSSL."""
         total = header_bytes + payload_bytes
         while done < total:
             parts = []
@@ -140,8 +169,8 @@ class TcpLink(QueuedLink):
                 return done
         return done
 
-    def _read(self, address: int, num_bytes: int, done: int, until_ns: int, _spins: int) -> int:
-        """See `queued.Read`; at the end of the stream `_gone` says so."""
+    def _decrypt(self, address: int, num_bytes: int, done: int, until_ns: int, _spins: int) -> int:
+        """As `_receive`, by OpenSSL."""
         while done < num_bytes:
             try:
                 came = self._end.recv_into(_memory(address + done, min(num_bytes - done, _PER_CALL_BYTES)))

@@ -27,6 +27,7 @@ from manyhands.transport.link.interface import (
     Received,
     TimedOut,
 )
+from manyhands.transport.link.shared_exchange import SharedExchange
 from manyhands.transport.liveness import Alarm
 from manyhands.transport.messages import ProtocolError
 
@@ -96,7 +97,11 @@ class Mailbox:
         Returns what is left to post, and how many bytes came.
         """
         message, refused = self.next(source, space, refused)
-        room, came = space.nbytes, message.payload_bytes
+        self._check(source, message, space.nbytes, or_less=or_less)
+        return refused, message.payload_bytes
+
+    def _check(self, source: int, message: Message, room: int, *, or_less: bool = False) -> None:
+        came = message.payload_bytes
         place = (message.kind, message.step, message.tag)
         if place != self._place or not (0 if or_less else room) <= came <= room:
             raise ManyhandsError(  # of another collective, call, round or length: the ranks have diverged
@@ -104,7 +109,43 @@ class Mailbox:
                 f"{place}, expected {room} bytes of {self._place}; all ranks must make the same calls "
                 "in the same order with buffers of the same length"
             )
-        return refused, came
+
+    def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> bool:
+        """Send a tensor to each of some peers and fill one from each of some, all at once; False where links cannot."""
+        messages = {peer: self._message(payload) for peer, payload in sends.items()}
+        exchange = SharedExchange.begin(self._links, messages, receives)
+        if exchange is None:
+            return False
+        for peer, message in messages.items():
+            self._count(peer, message)
+        try:
+            self._go_on(exchange)
+        finally:
+            exchange.end()
+        for peer, message in exchange.received.items():
+            self._posts[peer].received_ns = time.monotonic_ns()
+            self._check(peer, message, receives[peer].nbytes)
+        return True
+
+    def _go_on(self, exchange: SharedExchange) -> None:
+        left_s, moved = self._timeout_s, 0
+        with LongWait() as wait:
+            while True:
+                slice_s = min(left_s, self._slice_s)
+                try:
+                    outcome = exchange.go_on(slice_s)
+                except ProtocolError as error:
+                    self.refuse(exchange.peer, str(error))
+                if outcome is None:
+                    return
+                if not isinstance(outcome, TimedOut):
+                    self._lost(exchange.peer, outcome)
+                left_s = self._timeout_s if exchange.moved > moved else left_s - slice_s
+                moved = exchange.moved
+                self._check_alarm()
+                if left_s <= 0:
+                    self._late(exchange.peer, "sent nothing or received nothing")
+                wait.goes_on(self._role(exchange.peer))
 
     def next(
         self, source: int, space: torch.Tensor | None, refused: list[LinkMessage]
@@ -163,15 +204,22 @@ class Mailbox:
                 self._check_alarm()
                 wait.goes_on(self._role(peer))
 
+    def _message(self, payload: torch.Tensor) -> Message:
+        kind, call, round_number = self._place
+        return Message(kind=kind, step=call, tag=round_number, payload=payload)
+
     def _send(self, peer: int, message: torch.Tensor | Message) -> bool:
         if isinstance(message, torch.Tensor):
-            kind, call, round_number = self._place
-            message = Message(kind=kind, step=call, tag=round_number, payload=message)
+            message = self._message(message)
         outcome = self._link(peer).send(message)
         if isinstance(outcome, Full):
             return False
         if not isinstance(outcome, Queued):
             self._lost(peer, outcome)
+        self._count(peer, message)
+        return True
+
+    def _count(self, peer: int, message: Message) -> None:
         num_bytes = message.payload_bytes
         self.messages_sent += 1
         self.bytes_sent += num_bytes
@@ -179,7 +227,6 @@ class Mailbox:
         post.sent_ns = post.sent_ns or time.monotonic_ns()
         post.messages_sent += 1
         post.bytes_sent += num_bytes
-        return True
 
     def _link(self, peer: int) -> Link:
         if peer not in self._links:

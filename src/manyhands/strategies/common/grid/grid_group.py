@@ -127,6 +127,10 @@ class LinkGroup:
         """
         self._mailbox.enter(self.name, self._kind, self._calls, 1)
         self._calls += 1
+        if any(one.nbytes > _QUICK_BYTES for one in (*sends.values(), *receives.values())):
+            out, into = ({self.members[at]: one for at, one in some.items()} for some in (sends, receives))
+            if self._mailbox.exchange(out, into):
+                return
         refused = self._mailbox.post((self.members[index], payload) for index, payload in sends.items())
         for index, space in receives.items():
             begin = time.monotonic_ns()
