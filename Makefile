@@ -72,6 +72,7 @@ bench: setup
 	$(BIN)/python benchmarks/stragglers.py
 	$(BIN)/python benchmarks/glove.py
 	$(BIN)/python benchmarks/regression.py
+	$(BIN)/python benchmarks/filters.py
 	$(BIN)/python benchmarks/gbdt.py
 	$(BIN)/python benchmarks/classes.py
 	$(BIN)/python benchmarks/plan.py --json benchmarks/results/plan-2.json

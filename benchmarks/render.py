@@ -21,6 +21,7 @@ from render_federated import (
     federated_privacy,
     federated_roles,
 )
+from render_filters import filters
 from render_gpu_nccl import nccl_steps
 from render_inference import inference_speed
 from render_links import helpers_live, hosts_speed, links_speed, ray_actor, tls_cost
@@ -396,6 +397,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "federated noniid": federated_noniid,
     "federated privacy": federated_privacy,
     "federated roles": federated_roles,
+    "filters": filters,
     "regression": regression_speed,
     "gbdt": gbdt_speed,
     "classes": class_figures,

@@ -1,13 +1,20 @@
-"""FTRL-proximal: the optimizer of sparse linear models and their tables (McMahan et al., KDD 2013, Algorithm 1).
+"""Optimizers with an L1 penalty, for sparse linear models and their tables.
 
-Every item has its own rate α / (β + √Σg²), and an L1 term that sets items to exactly 0. With q for the reciprocal of
-the rate, a step with gradient g takes the weight w to
+**FTRL-proximal** (McMahan et al., KDD 2013, Algorithm 1). Every item has its own rate α / (β + √Σg²), and an L1 term
+that sets items to exactly 0. With q for the reciprocal of the rate, a step with gradient g takes the weight w to
 
     z ← z + g − (q − q_before)·w         w ← 0 where |z| ≤ l1, else −(z − sign(z)·l1) / (q + l2)
 
 Two things go beyond the paper and change nothing where it speaks. Training may start elsewhere than at 0: z begins as
 that which the formula turns into the weights that are there. And α may change from step to step, as schedulers and
 staleness-aware rates change it: the state is kept as it would be for the first α, so that no q_before is stored.
+
+**Proximal gradient descent** (ISTA; Beck and Teboulle, 2009). A step of rate α goes along the gradient and then l1·α
+towards 0, where it stops:
+
+    v ← w − α·g         w ← sign(v)·max(|v| − α·l1, 0)
+
+With the gradient of all data and α below 2/L it converges to the minimum of loss + l1·|w|.
 """
 
 from __future__ import annotations
@@ -21,7 +28,7 @@ from torch.optim import Optimizer
 
 from manyhands.errors import UserError
 
-__all__ = ["FTRL"]
+__all__ = ["FTRL", "ProximalSGD"]
 
 
 class FTRL(Optimizer):
@@ -36,8 +43,7 @@ class FTRL(Optimizer):
         if not lr > 0:
             raise UserError(f"lr is {lr!r}; it must be a number above 0")
         for name, value in (("beta", beta), ("l1", l1), ("l2", l2)):
-            if not value >= 0:
-                raise UserError(f"{name} is {value!r}; it must be a number of at least 0")
+            _require_penalty(name, value)
         super().__init__(params, {"lr": lr, "beta": beta, "l1": l1, "l2": l2})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -55,10 +61,7 @@ class FTRL(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one step; a closure is called first, with gradients, and its loss returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _loss_of(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -83,3 +86,36 @@ class FTRL(Optimizer):
         weight.copy_(torch.where(gradient == 0, weight, moved))
         if alpha != first_alpha:
             z.addcmul_(now - root / first_alpha, weight)
+
+
+class ProximalSGD(Optimizer):
+    """`lr` and `l1` are α and l1 above; there is no state."""
+
+    def __init__(self, params: Any, lr: float = 0.1, l1: float = 0.0) -> None:
+        if not lr > 0:
+            raise UserError(f"lr is {lr!r}; it must be a number above 0")
+        _require_penalty("l1", l1)
+        super().__init__(params, {"lr": lr, "l1": l1})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Take one step; a closure is called first, with gradients, and its loss returned."""
+        loss = _loss_of(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    moved = parameter - group["lr"] * parameter.grad
+                    parameter.copy_(torch.nn.functional.softshrink(moved, float(group["lr"]) * group["l1"]))
+        return loss
+
+
+def _require_penalty(name: str, value: float) -> None:
+    if not value >= 0:
+        raise UserError(f"{name} is {value!r}; it must be a number of at least 0")
+
+
+def _loss_of(closure: Callable[[], float] | None) -> float | None:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()

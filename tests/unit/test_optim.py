@@ -13,7 +13,7 @@ from torch import nn, optim
 
 from manyhands.errors import UserError
 from manyhands.facts import Stepping
-from manyhands.optim import FTRL
+from manyhands.optim import FTRL, ProximalSGD
 from manyhands.strategies.common.sharding.optimizers import cannot_step
 
 
@@ -123,3 +123,35 @@ def test_the_state_is_loaded_and_a_closure_called() -> None:
 def test_settings_are_checked(settings: dict[str, float], message: str) -> None:
     with pytest.raises(UserError, match=message):
         FTRL([nn.Parameter(torch.ones(1))], **settings)  # type: ignore[arg-type]
+
+
+def test_proximal_descent_ends_at_the_minimum_of_a_quadratic_with_l1() -> None:
+    """½ w'Aw - b'w + l1·|w| has its minimum where l1 bounds the gradient, with the sign of -w where w is not 0."""
+    generator = torch.Generator().manual_seed(1)
+    root = torch.randn(30, 12, generator=generator, dtype=torch.float64)
+    matrix, target = root.T @ root / 30, torch.randn(12, generator=generator, dtype=torch.float64)
+    weight = nn.Parameter(torch.zeros(12, dtype=torch.float64))
+    optimizer = ProximalSGD([weight], lr=1 / float(torch.linalg.eigvalsh(matrix)[-1]), l1=0.8)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        value = weight @ matrix @ weight / 2 - target @ weight
+        value.backward()
+        return float(value.detach())
+
+    for _ in range(2000):
+        optimizer.step(closure)
+    used, gradient = weight != 0, (matrix @ weight - target).detach()
+    assert 0 < used.sum() < 12
+    assert float(gradient.abs().max()) < 0.8 + 1e-9
+    torch.testing.assert_close(gradient[used], -0.8 * weight.detach()[used].sign(), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"), [({"lr": -1.0}, "lr is -1.0"), ({"l1": math.nan}, "l1 is nan")]
+)
+def test_settings_of_proximal_descent_that_make_no_sense_are_named(
+    settings: dict[str, float], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        ProximalSGD([nn.Parameter(torch.ones(1))], **settings)

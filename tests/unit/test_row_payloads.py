@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -11,10 +12,22 @@ from torch import Tensor, nn
 
 from manyhands.engine.computing import Computer, TrainingPlan
 from manyhands.errors import UserError
+from manyhands.optim import FTRL
+from manyhands.strategies.common.tables.filter_setting import RowFilters
 from manyhands.strategies.common.tables.row_tables import Given, Named, RowSets, name_of
 from manyhands.strategies.ps.actions import Keep
 from manyhands.strategies.ps.live.payloads import Gradients
-from manyhands.strategies.ps.live.row_payloads import UnknownSets, most_bytes, pack, take_sets, take_values
+from manyhands.strategies.ps.live.row_payloads import (
+    PartOfSet,
+    UnknownSets,
+    least_bytes,
+    most_bytes,
+    pack,
+    pack_rests,
+    take_rests,
+    take_sets,
+    take_values,
+)
 from manyhands.strategies.ps.live.server_tables import ServerTables
 from manyhands.strategies.ps.live.worker_tables import WorkerTables
 from manyhands.strategies.ps.ps_messages import Push
@@ -205,6 +218,60 @@ def test_what_lies_in_memory_of_the_sender_is_copied() -> None:
     assert taken["a.weight"].rows.tolist() == [1]
 
 
+# ── parts of sets, and answers without zeros ──────────────────────────────────────────────────────────────────────────
+
+
+def test_a_part_of_a_set_costs_a_bit_a_row_once_the_set_is_known() -> None:
+    _, layout = made()
+    server, whole, sent = ServerTables(layout), given(1, 2, 5, 7), torch.tensor([False, True, False, True])
+    values = torch.rand(2, 3)
+    listed = joined(pack([PartOfSet(whole, sent), None], [values]))
+    named = joined(pack([PartOfSet(Named(name=whole.name), sent), None], [values]))
+    with pytest.raises(UnknownSets):
+        server.gradients(0, named)
+    for payload in (listed, named):
+        found = server.gradients(0, payload)["a.weight"]
+        assert found.rows.tolist() == [2, 7]
+        assert torch.equal(found.values, values)
+    assert len(listed) - len(named) == 64, "the rows themselves"
+
+
+def test_a_part_of_another_number_of_rows_than_the_set_has_is_refused() -> None:
+    _, layout = made()
+    server, whole = ServerTables(layout), given(1, 2)
+    server.asked(0, joined(pack([whole, None])), False)
+    with pytest.raises(ProtocolError, match="a part of 3 rows is of a set of 2 rows"):
+        server.gradients(0, joined(pack([PartOfSet(Named(name=whole.name), torch.ones(3).bool()), None])))
+
+
+def test_zeros_travel_as_bits_and_keep_their_mark() -> None:
+    _, layout = made()
+    [table, _] = layout.tables
+    values = torch.zeros(10, 3)
+    values[3], values[8], values[6] = torch.tensor([0.0, 1.0, -0.0]), math.nan, -0.0
+    parts: list[Any] = []
+    pack_rests(parts, values)
+    payload = joined(parts)
+    assert len(payload) == least_bytes([10]) + 64
+    found, rest = take_rests(table, 10, payload)
+    assert not rest
+    assert found.numpy().tobytes() == values.numpy().tobytes()
+    with pytest.raises(ProtocolError, match="0 bytes are left, but"):
+        take_rests(table, 10, payload[:-64])
+
+
+def test_an_answer_without_zeros_is_bounded_before_it_is_read() -> None:
+    model, layout = made()
+    tables = WorkerTables(
+        model, layout, SPARSE, filters=RowFilters(kkt=0.1), optimizer=FTRL(model.parameters(), l1=1.0)
+    )
+    tables.begin()
+    tables.choose({"a": torch.arange(10), "b": NO_ROWS})
+    for wrong in (0, 64, 1 << 20):
+        with pytest.raises(ProtocolError, match="must have 128 to 192 bytes"):
+            tables.require_size(0, wrong)
+
+
 # ── garbage ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -220,7 +287,13 @@ ABSENT = head(0, 0)
     [
         (b"", "too few"),
         (bytes(127), "too few"),
-        (head(3, 0) + ABSENT + bytes(32), "kind 3"),
+        (head(5, 0) + ABSENT + bytes(32), "kind 5"),
+        (head(3, 6) + ABSENT + bytes(96), "kind 3 with 6 rows"),
+        (head(4, 2) + ABSENT + bytes(32), "0 bytes are left, but 64 were announced"),
+        (
+            bytes(joined(pack([PartOfSet(given(1, 2), torch.tensor([True, False])), None]))),
+            "0 bytes are left, but 64 were announced",
+        ),
         (head(-1, 0) + ABSENT + bytes(32), "kind -1"),
         (head(0, 1) + ABSENT + bytes(32), "kind 0 with 1 rows"),
         (head(1, 4) + ABSENT + bytes(32), "kind 1 with 4 rows"),
@@ -252,11 +325,14 @@ def test_a_set_of_another_shard_by_name_is_refused() -> None:
         server.asked(0, joined(pack([Named(name=foreign.name), None])), False)
 
 
-def test_no_bytes_whatever_bring_anything_but_a_refusal() -> None:
+@pytest.mark.parametrize(
+    "first", [given(1, 2, 7), PartOfSet(given(1, 2, 5, 7), torch.tensor([1, 1, 0, 1]).bool())]
+)
+def test_no_bytes_whatever_bring_anything_but_a_refusal(first: Given | PartOfSet) -> None:
     _, layout = made()
     server, draw = ServerTables(layout), random.Random(5)
     good = bytearray(
-        joined(pack([given(1, 2, 7), given(1)], [torch.rand(3, 3), torch.rand(1, 2, dtype=torch.float64)]))
+        joined(pack([first, given(1)], [torch.rand(3, 3), torch.rand(1, 2, dtype=torch.float64)]))
     )
     server.gradients(0, memoryview(good))
     taken = 0

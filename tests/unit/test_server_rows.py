@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from manyhands.engine.computing import Built, Computer, TrainingPlan
-from manyhands.optim import FTRL
+from manyhands.optim import FTRL, ProximalSGD
 from manyhands.strategies.common.tables.row_tables import RowGradient, RowTable, place
 from manyhands.strategies.ps.shard_layout import FlatLayout, merge, split
 from manyhands.strategies.ps.shard_store import Contribution, ShardStore
@@ -26,11 +26,13 @@ SAME_WHERE_ALL_COME: dict[str, Make] = {
     "decayed adagrad": lambda p: optim.Adagrad(p, lr=0.1, weight_decay=1e-2, initial_accumulator_value=0.5),
     "adam": lambda p: optim.Adam(p, lr=0.1, betas=(0.8, 0.95), weight_decay=1e-2),
     "adamw": lambda p: optim.AdamW(p, lr=0.1, maximize=True),
+    "proximal": lambda p: ProximalSGD(p, lr=0.1, l1=3.0),
 }
 SAME_ALWAYS: dict[str, Make] = {
     "sgd": lambda p: optim.SGD(p, lr=0.1),
     "adagrad": lambda p: optim.Adagrad(p, lr=0.1, lr_decay=0.1),
     "ftrl": lambda p: FTRL(p, lr=0.5, l1=0.2, l2=0.1),
+    "proximal without l1": lambda p: ProximalSGD(p, lr=0.1),
 }
 
 

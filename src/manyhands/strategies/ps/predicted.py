@@ -20,7 +20,7 @@ def sent_in_step(strategy: Ps, traced: TracedModel, workers: int) -> list[Worker
     """
     policy, sparse = strategy.consistency, traced.task.sparse
     backups = policy.stepwise and policy.chosen_by_lead
-    if sparse or backups or not has_known_size(strategy.codec):
+    if sparse or strategy.filter or backups or not has_known_size(strategy.codec):
         return None
     ways = strategy.facts.stepping
     layout = FlatLayout.of(traced.model, traced.optimizer, strategy.servers, sparse, ways)

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from manyhands.data.store.rundir import parameter_shapes
 from manyhands.engine.computing import Built, Computed, Computer, TrainingPlan
 from manyhands.engine.device import check_device
+from manyhands.strategies.common.tables.row_filters import HeldRows
 from manyhands.strategies.ps.digests import gradient_hash, shard_digest
 from manyhands.strategies.ps.live.area import AreaPart, WorkerArea
 from manyhands.strategies.ps.live.row_payloads import pack
 from manyhands.strategies.ps.live.shard_encoding import RangeCoding
 from manyhands.strategies.ps.live.worker_state import ReplicaModel
-from manyhands.strategies.ps.live.worker_tables import WorkerTables
+from manyhands.strategies.ps.live.worker_tables import tables_of
 from manyhands.strategies.ps.log_rows import StepRow
 from manyhands.strategies.ps.ps_messages import LEAD
 from manyhands.strategies.ps.replay_order import (
@@ -75,13 +76,14 @@ class ReplayStage:
         self._codings: dict[int, RangeCoding] = {}
         self.parameters = parameter_shapes(built.model.named_parameters())
         self.has_buffers = any(True for _ in built.model.buffers())
-        self._model, self._sparse = built.model, task.sparse
+        self._built, self._sparse, self._workers = built, task.sparse, record.workers
+        self._held: dict[int, list[HeldRows]] = {}
 
     def __enter__(self) -> ReplayStage:
         self.area = WorkerArea.create(self.layout)
-        self.replica = ReplicaModel(self._model, self.layout, self.area)
+        self.replica = ReplicaModel(self._built.model, self.layout, self.area)
         self.replica.model.train()
-        self.tables = WorkerTables(self._model, self.layout, self._sparse)
+        self.tables = tables_of(self._strategy, self._built, self.layout, self._sparse, self._workers)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -91,6 +93,7 @@ class ReplayStage:
     def store(self, shard: int) -> ShardStore:
         store = ShardStore(self._build(), self.layout, shard)
         store.votes = self._strategy.votes
+        store.mark_rows(self._strategy.filter.kkt)
         return store
 
     def _build(self) -> Built:
@@ -101,6 +104,12 @@ class ReplayStage:
             codec, feedback = self._strategy.codec, self._strategy.feedback
             self._codings[process] = RangeCoding(self.layout, codec, feedback=feedback, seed=self._seed)
         return self._codings[process]
+
+    def switch(self, process: int) -> None:
+        """Let the tables have what this process keeps of their gradients."""
+        if process not in self._held:
+            self._held[process] = self.tables.hold_anew()
+        self.tables.held = self._held[process]
 
     def evaluate(self, model: nn.Module) -> dict[str, float] | None:
         """The metrics of a model, which is on the CPU again afterwards."""
@@ -210,7 +219,8 @@ class Player:
         stage.replica.end()
         if compute.undone:
             stage.replica.undo()
-        stage.tables.collect(done.share)
+        stage.switch(row.process)
+        stage.tables.collect(done.share, row.batch)
         self._computed[row.name] = done
         return self._take(compute, self._parts)
 
@@ -269,7 +279,7 @@ class Player:
                     values.append(kept.tables[table.name][local])
                 else:
                     values.append(self._stores[shard].tables[table.name].gather(rows))
-            tables.take(shard, memoryview(b"".join(map(bytes, pack((), values)))))
+            tables.put(shard, memoryview(b"".join(map(bytes, pack((), values)))))
 
     def _apply(self, row: StepRow) -> None:
         shard = row.shard

@@ -68,7 +68,7 @@ class LoopStage(ReplayStage):
         self._job = job
         self.computer, built, self.layout = job.build()
         self._strategy, self._seed, self._codings = job.strategy, job.plan.seed, {}
-        self._model, self._sparse = built.model, {}
+        self._built, self._sparse, self._workers, self._held = built, {}, job.workers, {}
 
     def _build(self) -> Built:
         return self._job.build()[1]

@@ -122,6 +122,11 @@ class ShardStore:
             parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
             parameter.grad = None
 
+    def mark_rows(self, slack: float | None) -> None:
+        """Mark the rows of tables that stay 0, as `filter=kkt` wants it; None: do not."""
+        for table in self.tables.values():
+            table.slack = slack
+
     @property
     def nbytes(self) -> int:
         """The memory of values, optimizer state and, where there is one, sum."""

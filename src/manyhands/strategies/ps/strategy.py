@@ -26,12 +26,18 @@ from manyhands.facts import (
     WorkerMemory,
 )
 from manyhands.strategies.common.consistency import Policy, Sync, parse_consistency
+from manyhands.strategies.common.tables.filter_setting import RowFilters, parse_filters
 from manyhands.strategy import Searched, Strategy, check_choice, check_link, integer, link_setting, setting
 from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, rounds_hops, votes
 
 __all__ = ["Ps"]
 
 _PUSHED = ("gradients", "parameters")
+_KEYS = ("named", "listed")
+FILTERED = Promise(
+    answer=Answer.PARTLY,
+    words="near those of one process, as a filter keeps parts of gradients for later; the same in every run",
+)
 MEANS_OF_STEPS = Promise(
     answer=Answer.PARTLY,
     words="those of one process if steps are proportional to the gradient, as in plain SGD; the same in every run",
@@ -68,10 +74,16 @@ class Ps(Strategy):
     """Whether what a codec leaves out is kept and added to what is sent next."""
     push: str = setting("gradients", str)
     """What workers push: `gradients`, by which servers step, or `parameters`, which servers average."""
+    keys: str = setting("named", str)
+    """How the rows of a sparse table are told: `named` by a hash once a server has the list, or `listed` every time."""
+    filter: RowFilters = setting(RowFilters(), parse_filters)  # noqa: RUF009 - a value without state
+    """Which rows of a sparse table's gradient stay with the worker: `kkt`, `significant:0.001`, both with a `+`."""
 
     def __post_init__(self) -> None:
         if isinstance(self.consistency, str):  # as in a text
             object.__setattr__(self, "consistency", parse_consistency(self.consistency))
+        if isinstance(self.filter, str):
+            object.__setattr__(self, "filter", parse_filters(self.filter))
         if self.servers < 1:
             raise UserError(f"servers={self.servers} must be at least 1")
         if self.replicas not in (0, 1):
@@ -86,6 +98,7 @@ class Ps(Strategy):
             refused={"powersgd": no_sum},
         )
         check_choice("push", self.push, _PUSHED)
+        check_choice("keys", self.keys, _KEYS)
         if self.averages and self.codec != RAW:
             raise UserError(
                 f"ps push={self.push} codec={self.codec}: a codec would round away a step, which is small compared "
@@ -254,6 +267,7 @@ class Ps(Strategy):
         same = BY_CHANCE
         if policy.lockstep:
             same = MEANS_OF_STEPS if self.averages else TO_ROUNDING if self.codec == RAW else ROUNDED
+            same = FILTERED if self.filter else same
         advice = {
             Waits.ALL: "a bound on staleness would not hide a lasting straggler, consistency=async would",
             Waits.LAGGARDS: "a larger bound would not hide a lasting straggler, consistency=async would",

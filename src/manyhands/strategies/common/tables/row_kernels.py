@@ -20,7 +20,9 @@ __all__ = [
     "ascend",
     "first_foreign_row",
     "ftrl_rows",
+    "mark_rows",
     "number_rows",
+    "proximal_rows",
     "put_rows",
     "sgd_rows",
     "sum_rows",
@@ -184,3 +186,31 @@ def ftrl_rows(values: Any, z: Any, n: Any, rows: Any, gradients: Any, settings: 
                 value = -(linear + l1) / (now + l2)
             values[row, item] = value
             z[row, item] = linear + (now - root / first_lr) * value
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def proximal_rows(values: Any, rows: Any, gradients: Any, settings: Any) -> None:
+    lr, l1 = settings[0], settings[1]
+    limit = lr * l1
+    for index in range(rows.size):
+        own, given = values[rows[index]], gradients[index]
+        for item in range(own.size):
+            moved = own[item] - lr * given[item]
+            if abs(moved) <= limit:
+                own[item] = 0
+            else:
+                own[item] = moved - limit if moved > 0 else moved + limit
+
+
+@njit(cache=True, nogil=True)
+def mark_rows(values: Any, rows: Any, forces: Any, limit: float) -> None:
+    """Let zeros be -0 in the rows that are all 0 and whose `forces[index]` are all within the limit, else +0."""
+    for index in range(rows.size):
+        own, force = values[rows[index]], forces[index]
+        rests = True
+        for item in range(own.size):
+            rests = rests and own[item] == 0 and abs(force[item]) <= limit
+        zero = own.dtype.type(-0.0 if rests else 0.0)
+        for item in range(own.size):
+            if own[item] == 0:
+                own[item] = zero

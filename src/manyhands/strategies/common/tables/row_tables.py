@@ -5,6 +5,7 @@ user's torch optimizer, their state has its names and shapes, and where every ro
 optimizer. Rows that do not come:
 
 * **SGD, Adagrad, FTRL**: nothing would happen to them (without weight decay), so lazy is equal to dense, always.
+* **ProximalSGD**: its l1 moves a row towards 0 when it comes.
 * **SGD with momentum**: the buffer of a row does not decay, and does not move it, while the row stays away.
 * **Adam, AdamW**: the moments of a row do not decay while it stays away; the bias correction uses the number of steps
   of the whole table, as torch's SparseAdam does, not that of the row.
@@ -30,7 +31,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from manyhands.errors import UserError
-from manyhands.optim import FTRL
+from manyhands.optim import FTRL, ProximalSGD
 from manyhands.strategies.common.tables import row_kernels as kernels
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "RowSets",
     "RowTable",
     "Unknown",
+    "mixed",
     "name_of",
     "place",
     "require_lazy",
@@ -69,7 +71,7 @@ class Placement:
         owners = np.zeros(num_rows, dtype=np.int16)
         best = np.zeros(num_rows, dtype=np.uint64)
         for shard in range(shards):
-            drawn = _mixed(numbers ^ _mixed(np.full(1, shard + 1, dtype=np.uint64)))
+            drawn = mixed(numbers ^ mixed(np.full(1, shard + 1, dtype=np.uint64)))
             higher = drawn > best
             owners[higher], best[higher] = shard, drawn[higher]
         self._rows = [torch.from_numpy(np.flatnonzero(owners == shard)) for shard in range(shards)]
@@ -105,7 +107,7 @@ def place(num_rows: int, shards: int) -> Placement:
     return Placement(num_rows, shards)
 
 
-def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """SplitMix64 (Steele et al. 2014): every bit of the result depends on every bit of the number."""
     mixed = numbers + np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -147,6 +149,8 @@ class RowTable:
         self.state: State = {}  # by torch's names; what belongs to single items has the shape of `values`
         self._placement, self._shard = placement, shard
         self._rule = _RULES[kind]
+        self.slack: float | None = None
+        """With `filter=kkt`: zeros that are this share of l1 away from leaving 0 are kept as -0, which says so."""
 
     @property
     def nbytes(self) -> int:
@@ -179,6 +183,9 @@ class RowTable:
                 gradients = kernels.sum_rows(gradients, numbers, count)
             rows = local[:count]
         self._rule(self.values, self.state, rows, gradients, {**settings, "lr": float(settings["lr"]) * rate})
+        if self.slack is not None:  # FTRL keeps what pulls at a row; else it is the gradient
+            forces = self.state["z"].numpy()[rows] if "z" in self.state else gradients
+            kernels.mark_rows(self.values.numpy(), rows, forces, (1 - self.slack) * settings["l1"])
 
     def require_fit(self, gradient: RowGradient) -> None:
         """IndexError names a row that is not here, ValueError a gradient of another form than the table's."""
@@ -260,8 +267,20 @@ def _ftrl(values: Tensor, state: State, rows: Any, gradients: Any, settings: Map
     kernels.ftrl_rows(values.numpy(), state["z"].numpy(), state["n"].numpy(), rows, gradients, numbers)
 
 
+def _proximal(values: Tensor, state: State, rows: Any, gradients: Any, settings: Mapping[str, Any]) -> None:
+    del state
+    kernels.proximal_rows(values.numpy(), rows, gradients, _numbers(values, settings["lr"], settings["l1"]))
+
+
 Rule = Callable[[Tensor, State, Any, Any, Mapping[str, Any]], None]
-_RULES: dict[type[Optimizer], Rule] = {SGD: _sgd, Adagrad: _adagrad, Adam: _adam, AdamW: _adam, FTRL: _ftrl}
+_RULES: dict[type[Optimizer], Rule] = {
+    SGD: _sgd,
+    Adagrad: _adagrad,
+    Adam: _adam,
+    AdamW: _adam,
+    FTRL: _ftrl,
+    ProximalSGD: _proximal,
+}
 
 
 def _zero() -> Tensor:

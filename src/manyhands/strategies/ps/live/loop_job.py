@@ -18,6 +18,7 @@ from manyhands.engine.computing import Built, Computer, TrainingPlan
 from manyhands.engine.loop_end import GroupStore
 from manyhands.errors import DataError, UserError
 from manyhands.native.segment import Segment
+from manyhands.strategies.common.tables.row_filters import require_filters
 from manyhands.strategies.ps.digests import layout_digest
 from manyhands.strategies.ps.live.area import SharedParameters
 from manyhands.strategies.ps.live.ps_job import Job
@@ -125,6 +126,7 @@ class LoopJob(Job):
         built = _twin(self.built) if self.copies else self.built
         strategy = self.strategy
         layout = FlatLayout.of(built.model, built.optimizer, strategy.servers, {}, strategy.facts.stepping)
+        require_filters(strategy.filter, built.optimizer, ())
         return Computer(self.plan, worker_rank), built, layout
 
     def shared_parameters(self, final: Callable[[], Segment], layout: FlatLayout) -> SharedParameters | None:

@@ -44,10 +44,11 @@ class Gradients:
         inline: bool,
         shared: SharedParameters | None = None,
         coding: RangeCoding | None = None,
+        rests: bool = False,
     ) -> None:
         self._shared = shared
         self._coding = coding if coding is not None and coding.codes_gradients else None
-        self.tables = ServerTables(layout)
+        self.tables = ServerTables(layout, rests=rests)
         self._layout = layout
         self._dense_bytes = [
             layout.flag_bytes(shard) + layout.range_bytes(shard) for shard in range(layout.shards)

@@ -19,6 +19,7 @@ from manyhands.observe.record.event_ring import EventRing
 from manyhands.places.local.control import RoleContext
 from manyhands.places.local.packed_job import load
 from manyhands.places.local.status import NOBODY, State
+from manyhands.strategies.common.tables.row_filters import require_filters
 from manyhands.strategies.ps import ps_messages
 from manyhands.strategies.ps.live.area import SharedParameters
 from manyhands.strategies.ps.live.server_tables import final_bytes, leave_tables
@@ -133,6 +134,8 @@ class Job:
         layout = FlatLayout.of(
             built.model, built.optimizer, strategy.servers, sparse, strategy.facts.stepping
         )
+        tables = [(table.name, table.position) for table in layout.tables]
+        require_filters(strategy.filter, built.optimizer, tables)
         return computer, built, layout
 
 

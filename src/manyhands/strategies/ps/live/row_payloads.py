@@ -1,12 +1,15 @@
 """The payload format of table rows: which rows, by name where the other side knows them, and then their values.
 
     for each table of the task, in their order:   kind (i64) · count (i64) · name (32 bytes)
-    for each that is given:                       its rows, int64
+    for each, in their order, if it is given:     its rows, int64
+                              if it is a part:    a bit for each row of the set, whether the gradient has it
     for each that is there, in a gradient:        its values, row after row
 
 Kind 0: the table is not there (in a gradient: it was not reached), 1: a set of rows by its name, 2: a set that is
-given, `count` rows. Little-endian; each of the parts begins at a multiple of 64 bytes and is filled up with zeros. An
-answer has values alone, for the reader knows of which rows. Rows ascend, each named once.
+given, `count` rows, 3 and 4: part of such a set, of `count` rows. Little-endian; each of the parts begins at a multiple
+of 64 bytes and is filled up with zeros. An answer has values alone, for the reader knows of which rows. With
+`filter=kkt` these are, of each table, a bit for each row, whether it is other than 0, another, whether it rests
+(`row_filters.py`), and the values of those that are not 0. Rows ascend, each named once.
 
 What arrives is checked against the layout before anything of its length is made; ProtocolError says what is wrong.
 """
@@ -16,6 +19,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -24,24 +28,38 @@ import torch
 from torch import Tensor
 
 from manyhands.native.segment import round_up
+from manyhands.strategies.common.tables.row_filters import rests
 from manyhands.strategies.common.tables.row_tables import Given, Named, Placement, RowSets, Unknown
 from manyhands.strategies.ps.shard_layout import FlatLayout, Table
 from manyhands.transport.messages import ProtocolError
 from manyhands.wire.flat_layout import LINE_BYTES
 
 __all__ = [
+    "PartOfSet",
     "Said",
     "UnknownSets",
     "Vetted",
     "add_part",
+    "least_bytes",
     "most_bytes",
     "pack",
+    "pack_rests",
+    "take_rests",
     "take_sets",
     "take_values",
     "values_bytes",
 ]
 
-Said = Named | Given | None  # how a table's rows are given; None: the table is absent
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartOfSet:
+    """Some rows of a set: `sent` says of each whether it is one of them."""
+
+    whole: Named | Given
+    sent: Tensor
+
+
+Said = Named | Given | PartOfSet | None  # how a table's rows are given; None: the table is absent
 
 Vetted = tuple[bytes, int, int]
 """The name of a row set that was checked to belong to this table (by number) and shard."""
@@ -50,13 +68,15 @@ _MOST_VETTED = 1 << 14
 _HEAD = struct.Struct("<qq32s")
 _ROW_BYTES = 8
 _ZEROS = bytes(LINE_BYTES)
-_NUMPY = {torch.int64: np.int64, torch.float32: np.float32, torch.float64: np.float64}
+_NUMPY = {torch.uint8: np.uint8, torch.int64: np.int64, torch.float32: np.float32, torch.float64: np.float64}
 
 
 class _Kind(IntEnum):
     ABSENT = 0
     NAMED = 1
     GIVEN = 2
+    PART_OF_NAMED = 3
+    PART_OF_GIVEN = 4
 
 
 class UnknownSets(Exception):
@@ -70,7 +90,7 @@ class UnknownSets(Exception):
 def pack(said: Sequence[Said], values: Sequence[Tensor] = ()) -> list[Any]:
     """The payload, as buffers to be sent in order; without `said`, the values of an answer."""
     parts: list[Any] = []
-    heads = []
+    heads, named = [], list[Any]()
     for one in said:
         match one:
             case None:
@@ -79,17 +99,37 @@ def pack(said: Sequence[Said], values: Sequence[Tensor] = ()) -> list[Any]:
                 heads.append(_HEAD.pack(_Kind.NAMED, 0, name))
             case Given(name=name, rows=rows):
                 heads.append(_HEAD.pack(_Kind.GIVEN, rows.numel(), name))
+                named.append(_array(rows))
+            case PartOfSet(whole=Named(name=name), sent=sent):
+                heads.append(_HEAD.pack(_Kind.PART_OF_NAMED, sent.numel(), name))
+                named.append(np.packbits(sent.numpy()))
+            case PartOfSet(whole=Given(name=name, rows=rows), sent=sent):
+                heads.append(_HEAD.pack(_Kind.PART_OF_GIVEN, sent.numel(), name))
+                named += [_array(rows), np.packbits(sent.numpy())]
     add_part(parts, b"".join(heads))
-    for tensor in (*(one.rows for one in said if isinstance(one, Given)), *values):
-        add_part(parts, tensor.detach().contiguous().view(-1).numpy())
+    for data in (*named, *map(_array, values)):
+        add_part(parts, data)
     return parts
 
 
+def _array(tensor: Tensor) -> Any:
+    return tensor.detach().contiguous().view(-1).numpy()
+
+
 def most_bytes(layout: FlatLayout, shard: int) -> int:
-    """The maximum valid payload: every row of every table, given and with values."""
+    """The maximum valid payload: every row of every table, given, as a part, and with values."""
     counts = [table.placed(layout.shards).count(shard) for table in layout.tables]
-    rows = sum(round_up(count * _ROW_BYTES, LINE_BYTES) for count in counts)
+    rows = sum(round_up(count * _ROW_BYTES, LINE_BYTES) + _bits_bytes(count) for count in counts)
     return _heads_bytes(layout) + rows + values_bytes(layout.tables, counts)
+
+
+def least_bytes(counts: Sequence[int]) -> int:
+    """The minimum answer about so many rows of each table where those of 0 have no values."""
+    return 2 * sum(map(_bits_bytes, counts))
+
+
+def _bits_bytes(count: int) -> int:
+    return round_up(-(-count // 8), LINE_BYTES)
 
 
 def values_bytes(tables: Sequence[Table], counts: Sequence[int]) -> int:
@@ -114,7 +154,8 @@ def take_sets(
     for number, table in enumerate(layout.tables):
         kind, count, name = _HEAD.unpack_from(payload, number * _HEAD.size)
         placement = table.placed(layout.shards)
-        if kind == _Kind.GIVEN and 0 <= count <= placement.count(shard):
+        fits = 0 <= count <= placement.count(shard)
+        if kind in (_Kind.GIVEN, _Kind.PART_OF_GIVEN) and fits:
             rows, rest = _cut(rest, count, torch.int64)
             _require_own(table, placement, shard, rows)
             if not bool((rows[1:] > rows[:-1]).all()):
@@ -123,7 +164,7 @@ def take_sets(
                 found.append(sets.learn(Given(name=name, rows=rows)))
             except ValueError as error:
                 raise ProtocolError("rows", str(error)) from error
-        elif kind == _Kind.NAMED and count == 0:
+        elif (kind == _Kind.NAMED and count == 0) or (kind == _Kind.PART_OF_NAMED and fits):
             known = sets.find(Named(name=name))
             seen = (name, number, shard)  # a set of another table may have the same rows, and the same name
             if not isinstance(known, Unknown) and (vetted is None or seen not in vetted):
@@ -137,10 +178,21 @@ def take_sets(
             found.append(None)
         else:
             raise ProtocolError("rows", f"table {table.name!r}: kind {kind} with {count} rows is invalid")
+        if kind in (_Kind.PART_OF_NAMED, _Kind.PART_OF_GIVEN):
+            sent, rest = _cut_bits(rest, count)
+            found[-1] = _some_of(found[-1], sent)
     unknown = [one for one in found if isinstance(one, Unknown)]
     if unknown:
         raise UnknownSets(unknown)
     return [one for one in found if not isinstance(one, Unknown)], rest
+
+
+def _some_of(rows: Tensor | Unknown | None, sent: Tensor) -> Tensor | Unknown | None:
+    if not isinstance(rows, Tensor):
+        return rows
+    if rows.numel() != sent.numel():
+        raise ProtocolError("rows", f"a part of {sent.numel()} rows is of a set of {rows.numel()} rows")
+    return rows[sent]
 
 
 def take_values(
@@ -161,6 +213,25 @@ def take_values(
     if payload:
         raise ProtocolError("rows", f"{len(payload)} bytes follow the last table")
     return values
+
+
+def pack_rests(parts: list[Any], values: Tensor) -> None:
+    """Append the answer about rows of one table where those of 0 have no values: two bits, and the other rows."""
+    filled = (values != 0).any(dim=1)
+    add_part(parts, np.packbits(filled.numpy()))
+    add_part(parts, np.packbits(rests(values).numpy()))
+    add_part(parts, _array(values[filled]))
+
+
+def take_rests(table: Table, count: int, payload: memoryview) -> tuple[Tensor, memoryview]:
+    """The values of so many rows of a table at the start of such an answer, and the rest of it."""
+    filled, payload = _cut_bits(payload, count)
+    resting, payload = _cut_bits(payload, count)
+    given, payload = _cut(payload, int(filled.sum()) * table.width, table.dtype)
+    values = torch.zeros((count, table.width), dtype=table.dtype)
+    values[resting] = -0.0
+    values[filled] = given.view(-1, table.width)
+    return values, payload
 
 
 def _heads_bytes(layout: FlatLayout) -> int:
@@ -193,6 +264,12 @@ def _cut(
     elif not array.flags.writeable:  # of an arena, whose memory is soon reused
         array = array.copy()
     return torch.from_numpy(array), rest[end:]
+
+
+def _cut_bits(rest: memoryview, count: int) -> tuple[Tensor, memoryview]:
+    """`count` bits from the start of `rest`, as truths, and the remainder."""
+    packed, rest = _cut(rest, -(-count // 8), torch.uint8)
+    return torch.from_numpy(np.unpackbits(packed.numpy(), count=count)).bool(), rest
 
 
 def _require_own(table: Table, placement: Placement, shard: int, rows: Tensor) -> None:

@@ -129,7 +129,8 @@ class _Server:
         shared = job.shared_parameters(resources.shared, self._layout)
         coding = RangeCoding(self._layout, job.strategy.codec)
         inline = job.strategy.link == "tcp"
-        self._gradients = Gradients(self._layout, inline=inline, shared=shared, coding=coding)
+        rests = job.strategy.filter.kkt is not None
+        self._gradients = Gradients(self._layout, inline=inline, shared=shared, coding=coding, rests=rests)
         self._stores = Stores(
             job, self._core, self._layout, self._gradients, coding, shared=shared, is_primary=self._is_primary
         )

@@ -22,6 +22,7 @@ from manyhands.strategies.ps.live.row_payloads import (
     add_part,
     most_bytes,
     pack,
+    pack_rests,
     take_sets,
     take_values,
 )
@@ -38,10 +39,10 @@ _KEPT_BYTES = 4 << 20
 
 
 class ServerTables:
-    """The tables of all shards of which this server process is a replica."""
+    """The tables of all shards of which this server process is a replica; with `rests`, rows of 0 travel as bits."""
 
-    def __init__(self, layout: FlatLayout) -> None:
-        self._layout = layout
+    def __init__(self, layout: FlatLayout, *, rests: bool = False) -> None:
+        self._layout, self._rests = layout, rests
         self._most_bytes = [most_bytes(layout, shard) for shard in range(layout.shards)]
         own_bytes = sum(_num_bytes(table.shape, table.dtype) for table in layout.tables) // layout.shards
         self._vetted: set[Vetted] = set()
@@ -90,7 +91,12 @@ class ServerTables:
                         self._rooms[member, number] = known
                 room, address = known
                 store.tables[table.name].copy_rows(rows, address)
-                add_part(parts, room[:num_bytes])
+                if self._rests:
+                    pack_rests(
+                        parts, torch.from_numpy(room[:num_bytes]).view(table.dtype).view(-1, table.width)
+                    )
+                else:
+                    add_part(parts, room[:num_bytes])
         return parts
 
     def forget(self, member: int) -> None:

@@ -76,6 +76,7 @@ class Stores:
                 self._not_shared.add(shard)
             store = self.by_shard[shard] = ShardStore(built, self._layout, shard, memory)
             store.votes = self._job.strategy.votes
+            store.mark_rows(self._job.strategy.filter.kkt)
             store.averaging = self._job.averaging
         return store
 

@@ -306,10 +306,8 @@ class SlotSession:
         except _SlotLeft:
             return
         body.model.end()
-        if body.tables.exist:
-            body.tables.collect(done.share)
-        if body.coding.codes_gradients:
-            self._notice(body.encode(work.batch, work.part))
+        if body.tables.exist or body.coding.codes_gradients:
+            self._notice(body.encode(work.batch, work.part, done.share))
         begun = self._begun_ns
         if not body.tables.exist:  # else what was read before is over already
             begun += done.input_ns

@@ -21,7 +21,7 @@ from manyhands.strategies.ps.live.area import WorkerArea
 from manyhands.strategies.ps.live.ps_job import Job, MemberContext, MemberResources
 from manyhands.strategies.ps.live.reports import ORDERS, PlaceGiven
 from manyhands.strategies.ps.live.shard_encoding import RangeCoding
-from manyhands.strategies.ps.live.worker_tables import WorkerTables
+from manyhands.strategies.ps.live.worker_tables import tables_of
 from manyhands.strategies.ps.ps_messages import Work
 from manyhands.strategies.ps.shard_layout import FlatLayout
 from manyhands.strategies.ps.strategy import Ps
@@ -58,32 +58,41 @@ class WorkerState:
         self.own_steps: OwnSteps | None = None
         if job.strategy.averages:
             self.own_steps = OwnSteps(built, self._residuals, job.plan, load_states=self._load_states)
-        self.tables = WorkerTables(built.model, self.layout, job.plan.task.sparse)
+        self.tables = tables_of(job.strategy, built, self.layout, job.plan.task.sparse, job.workers)
         self.recorder = Recorder(job.run_path, context.rank)
         self.course = Course()
         self.messages_sent = self.bytes_sent = self.samples = 0
 
-    def encode(self, batch: int, part: int) -> str | None:
-        """Round the gradients of all shards to what servers will decode, and save the residuals when due.
+    def encode(self, batch: int, part: int, share: float = 1.0) -> str | None:
+        """Round the gradients of all shards to what servers will decode, filter rows, and save what is kept when due.
 
         Returns a sentence if the residuals could not be loaded or saved.
         """
-        codec, notice = self.coding.codec, None
-        assert codec is not None, "only codecs encode"
-        if self._load_states:  # the first gradient of a run that continues
+        codec, tables, notice = self.coding.codec, self.tables, None
+        if self._load_states and (
+            codec is not None or tables.held
+        ):  # the first gradient of a run that continues
             self._load_states = False
             try:
                 kept = self._residuals.load(batch, part)
                 if kept is not None:
-                    codec.remember(kept.model)
+                    tables.remember(kept.model)
+                    own = {name: one for name, one in kept.model.items() if name not in tables.memory()}
+                    if codec is not None:
+                        codec.remember(own)
             except CorruptCheckpoint as error:
-                notice = f"worker {part} continues without its codec's residuals: {error}"
-        self.coding.begin(batch, part)
-        self.encoded = [self.coding.round(shard, one.gradient) for shard, one in enumerate(self.parts)]
+                notice = f"worker {part} continues without what its codec or filter kept: {error}"
+        if tables.exist:
+            tables.collect(share, batch)
+        if codec is not None:
+            self.coding.begin(batch, part)
+            self.encoded = [self.coding.round(shard, one.gradient) for shard, one in enumerate(self.parts)]
         done = batch + 1
         if is_kept(self.job.plan, done):
             try:
-                self._residuals.save(done, part, codec.memory())
+                self._residuals.save(
+                    done, part, (codec.memory() if codec is not None else {}) | tables.memory()
+                )
             except WriteFailed as error:
                 notice = f"the residuals of worker {part} after batch {done} were not saved: {error}"
         return notice

@@ -1,41 +1,76 @@
 """A worker's side of row-sparse tables: which rows a batch reads, their values and their gradients.
 
 The model has every table in full, as the task built it. Only the rows that the batch names are updated before it
-is computed, and only their gradients are sent. A gradient of any other row is an error: it would be lost, and it
-was computed from outdated values.
+is computed, and only their gradients are sent, but for what filters keep here. A gradient of any other row is an
+error: it would be lost, and it was computed from outdated values.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from manyhands.engine.computing import Built
 from manyhands.errors import UserError
 from manyhands.native.segment import round_up
+from manyhands.strategies.common.tables.filter_setting import RowFilters
+from manyhands.strategies.common.tables.row_filters import HeldRows
 from manyhands.strategies.common.tables.row_kernels import ascend, put_rows
-from manyhands.strategies.common.tables.row_tables import RowGradient, RowSetNames, Unknown, name_of
-from manyhands.strategies.ps.live.row_payloads import Said, pack, values_bytes
+from manyhands.strategies.common.tables.row_tables import (
+    Given,
+    Named,
+    RowGradient,
+    RowSetNames,
+    Unknown,
+    name_of,
+)
+from manyhands.strategies.ps.live.row_payloads import (
+    PartOfSet,
+    Said,
+    least_bytes,
+    pack,
+    take_rests,
+    values_bytes,
+)
 from manyhands.strategies.ps.shard_layout import FlatLayout, Table
+from manyhands.strategies.ps.strategy import Ps
 from manyhands.task import RowsOf
 from manyhands.transport.messages import ProtocolError
 from manyhands.wire.flat_layout import LINE_BYTES
 
-__all__ = ["WorkerTables"]
+__all__ = ["WorkerTables", "tables_of"]
 
 _SETS_PER_SERVER = 1 << 14
+_HELD = "held/"  # before the name of a table, in what is saved
 _NO_ROWS = torch.empty(0, dtype=torch.int64)
+_NO_FILTERS = RowFilters()
 
 
 class WorkerTables:
-    """The tables of `model`; `rows_of` is the task's `sparse`."""
+    """The tables of `model`; `rows_of` is the task's `sparse`, and `filters` need the optimizer and the workers.
 
-    def __init__(self, model: nn.Module, layout: FlatLayout, rows_of: Mapping[str, RowsOf]) -> None:
+    With `lists`, rows are listed every time, and not named where a server knows them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: FlatLayout,
+        rows_of: Mapping[str, RowsOf],
+        *,
+        filters: RowFilters = _NO_FILTERS,
+        optimizer: Optimizer | None = None,
+        workers: int = 1,
+        lists: bool = False,
+    ) -> None:
+        self._filters, self._optimizer, self._workers, self._lists = filters, optimizer, workers, lists
         named = dict(model.named_parameters())
         self._layout = layout
         self._parameters = [named[table.name] for table in layout.tables]
@@ -47,10 +82,42 @@ class WorkerTables:
         self._forgotten: set[bytes] = set()
         self._rows: list[list[Tensor]] = []  # by table and shard
         self._sorted: list[Tensor] = []  # by table, those of all shards
-        self._sizes: dict[int, int] = {}  # by shard, of the values of what is read, once it is asked
+        self._sizes: dict[
+            int, tuple[int, int]
+        ] = {}  # by shard, least and most of what is read, once it is asked
         self._digests: dict[tuple[int, int], bytes] = {}  # by table and shard, their names, once asked
         self._whole = False
         self._gradients: list[list[Tensor] | None] = []  # the same; None for a table that was not reached
+        self._sent: list[
+            list[Tensor] | None
+        ] = []  # the same: of the rows read, which have a gradient; None: all
+        self.held = self.hold_anew()
+        """What this worker keeps, by table; nothing without filters. A replay changes it with the worker."""
+
+    def hold_anew(self) -> list[HeldRows]:
+        if not self._filters:
+            return []
+        assert self._optimizer is not None, "filters need it"
+        return [
+            HeldRows(
+                self._filters,
+                (table.shape[0], table.width),
+                table.dtype,
+                self._optimizer,
+                table.position,
+                self._workers,
+            )
+            for table in self._layout.tables
+        ]
+
+    def memory(self) -> dict[str, Tensor]:
+        """What is kept from one gradient to the next, for checkpoints."""
+        pairs = zip(self._layout.tables, self.held, strict=False)
+        return {_HELD + table.name: one.kept for table, one in pairs if one.kept is not None}
+
+    def remember(self, memory: Mapping[str, Tensor]) -> None:
+        for name, kept in self.memory().items():
+            kept.copy_(memory[name])
 
     def begin(self) -> None:
         """Begin a new update: no batch is known yet, and one without samples reads nothing."""
@@ -59,6 +126,7 @@ class WorkerTables:
         self._rows = [[_NO_ROWS] * self._layout.shards for _ in self._parameters]
         self._sorted = [_NO_ROWS] * len(self._parameters)
         self._gradients = [None for _ in self._parameters]
+        self._sent = [None for _ in self._parameters]
 
     def _choose_none(self) -> None:
         self._whole = False
@@ -99,15 +167,35 @@ class WorkerTables:
                 if self._whole
                 else [by_shard[shard].numel() for by_shard in self._rows]
             )
-            expected = self._sizes[shard] = values_bytes(tables, counts)
-        if num_bytes != expected:
+            most = values_bytes(tables, counts)
+            expected = (most, most)
+            if self._filters.kkt is not None:
+                expected = least_bytes(counts), least_bytes(counts) + most
+            self._sizes[shard] = expected
+        least, most = expected
+        if not least <= num_bytes <= most:
+            allowed = f"{most}" if least == most else f"{least} to {most}"
             raise ProtocolError(
-                "payload_bytes", f"the rows of shard {shard} must have {expected} bytes, not {num_bytes}"
+                "payload_bytes", f"the rows of shard {shard} must have {allowed} bytes, not {num_bytes}"
             )
 
     def take(self, shard: int, payload: memoryview) -> None:
         """Copy the received values of rows into the model."""
         self.require_size(shard, len(payload))
+        if self._filters.kkt is None:
+            self.put(shard, payload)
+            return
+        shards, parts = self._layout.shards, list[Tensor]()
+        for number, table in enumerate(self._layout.tables):
+            where = table.placed(shards).rows(shard) if self._whole else self._rows[number][shard]
+            values, payload = take_rests(table, where.numel(), payload)
+            parts.append(values)
+        if payload:
+            raise ProtocolError("rows", f"{len(payload)} bytes follow the last table")
+        self.put(shard, memoryview(b"".join(map(bytes, pack((), parts)))))
+
+    def put(self, shard: int, payload: memoryview) -> None:
+        """Copy the values of the rows that were chosen into the model, of all of them."""
         begin, shards = 0, self._layout.shards
         for number, (table, parameter) in enumerate(zip(self._layout.tables, self._parameters, strict=True)):
             where = table.placed(shards).rows(shard) if self._whole else self._rows[number][shard]
@@ -115,8 +203,8 @@ class WorkerTables:
             _put(table, parameter.detach(), where, payload[begin:end])
             begin = round_up(end, LINE_BYTES)
 
-    def collect(self, share: float) -> None:
-        """After backward: take `share` times the gradients of the rows that were read."""
+    def collect(self, share: float, batch: int = 0) -> None:
+        """After backward: take `share` times the gradients of the rows that were read, but for what is kept here."""
         for number, (table, parameter) in enumerate(zip(self._layout.tables, self._parameters, strict=True)):
             gradient, parameter.grad = parameter.grad, None
             if gradient is None:
@@ -126,9 +214,14 @@ class WorkerTables:
             if share != 1:
                 values *= share
             flat, by_shard = values.view(-1, table.width).cpu(), self._rows[number]
-            self._gradients[number] = (
-                [flat] if len(by_shard) == 1 else [flat[torch.searchsorted(rows, own)] for own in by_shard]
-            )
+            if not self.held:
+                self._gradients[number] = _split(flat, rows, by_shard)
+                continue
+            read = parameter.detach().index_select(0, rows.to(parameter.device)).view(-1, table.width).cpu()
+            sent, flat = self.held[number].choose(rows, flat, read, batch)
+            parts, marks = _split(flat, rows, by_shard), _split(sent, rows, by_shard)
+            self._sent[number] = marks
+            self._gradients[number] = [part[which] for part, which in zip(parts, marks, strict=True)]
 
     def is_finite(self) -> bool:
         return all(bool(torch.isfinite(part).all()) for parts in self._gradients for part in parts or ())
@@ -136,14 +229,19 @@ class WorkerTables:
     def gradients(self, shard: int) -> dict[str, RowGradient]:
         """A shard's part of the gradients, by table, without tables that backward did not reach."""
         return {
-            table.name: RowGradient(rows=rows[shard], values=parts[shard])
-            for table, rows, parts in zip(self._layout.tables, self._rows, self._gradients, strict=True)
+            table.name: RowGradient(rows=self._pushed(number, shard), values=parts[shard])
+            for number, (table, parts) in enumerate(zip(self._layout.tables, self._gradients, strict=True))
             if parts is not None
         }
 
+    def _pushed(self, number: int, shard: int) -> Tensor:
+        """The rows of a shard that have a gradient."""
+        rows, sent = self._rows[number][shard], self._sent[number]
+        return rows if sent is None else rows[sent[shard]]
+
     def push(self, member: int, shard: int) -> list[Any]:
         said = [
-            None if parts is None else self._name(member, number, shard)
+            None if parts is None else self._named_part(member, number, shard)
             for number, parts in enumerate(self._gradients)
         ]
         return pack(said, [parts[shard] for parts in self._gradients if parts is not None])
@@ -156,12 +254,43 @@ class WorkerTables:
         """Forget which sets a disconnected server knows."""
         self._names.pop(member, None)
 
-    def _name(self, member: int, number: int, shard: int) -> Said:
+    def _named_part(self, member: int, number: int, shard: int) -> Said:
+        sent = self._sent[number]
+        if sent is None:
+            return self._name(member, number, shard)
+        if self._lists:
+            rows = self._pushed(number, shard)
+            return Given(name=name_of(rows), rows=rows)
+        return PartOfSet(self._name(member, number, shard), sent[shard])
+
+    def _name(self, member: int, number: int, shard: int) -> Named | Given:
         rows, names = self._rows[number][shard], self._names[member]
         name = self._digests.get((number, shard))
         if name is None:
             name = self._digests[number, shard] = name_of(rows)
+        if self._lists:
+            return Given(name=name, rows=rows)
         return names.give(Unknown(name=name), rows) if name in self._forgotten else names.name(rows, name)
+
+
+def tables_of(
+    strategy: Ps, built: Built, layout: FlatLayout, rows_of: Mapping[str, RowsOf], workers: int
+) -> WorkerTables:
+    """The tables of one of so many workers of this strategy."""
+    return WorkerTables(
+        built.model,
+        layout,
+        rows_of,
+        filters=strategy.filter,
+        optimizer=built.optimizer,
+        workers=workers,
+        lists=strategy.keys == "listed",
+    )
+
+
+def _split(items: Tensor, rows: Tensor, by_shard: Sequence[Tensor]) -> list[Tensor]:
+    """The items of each shard's rows, of those of all `rows`, which are sorted."""
+    return [items] if len(by_shard) == 1 else [items[torch.searchsorted(rows, own)] for own in by_shard]
 
 
 def _checked(table: Table, rows: Any) -> Tensor:
