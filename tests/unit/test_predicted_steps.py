@@ -258,7 +258,7 @@ LEAVING = {
     "allreduce link=tcp codec=topk:0.001": lambda size, many: many * many * coded(size),  # of each to all
     "central": lambda size, many: size,
     "sharded": lambda size, many: 3 * many * many * size / (2 * many),
-    "local steps=1": lambda size, many: 2 * (2 * many - 1) / (2 * many) * 3 * size,  # and Adam's state
+    "local steps=1": lambda size, many: 3 * size,  # and Adam's state
     "ps": lambda size, many: 2 * 2 * many * size,  # the server's link, each way
     "tensor": lambda size, many: 2 * 8 * many * many * OUTPUT,  # so few bytes go to each other slice at once
     "pipeline stages=2 cuts=4": lambda size, many: many / 2 * size,  # both stages sum over all replicas
