@@ -18,8 +18,9 @@ from manyhands.strategies.ps.actions import Action, Outcome, SendMessage
 from manyhands.strategies.ps.pending_steps import ShardConfig, Steps
 from manyhands.strategies.ps.ps_messages import Chosen, ChosenKept, Forwarded, Hello, Push, Read, ReadRows
 from manyhands.strategies.ps.shard_core import ShardCore
-from manyhands.strategies.ps.shard_primary import ShardPrimary, Unconfirmed
+from manyhands.strategies.ps.shard_primary import ShardPrimary
 from manyhands.strategies.ps.shard_replica import ServerCore, ShardReplica
+from manyhands.strategies.ps.unconfirmed import Unconfirmed
 from manyhands.strategies.ps.work_plan import WorkPlan
 from simulated import PROMISES, Draw, MakeServer, complaints, severed, stormy
 

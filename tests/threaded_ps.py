@@ -156,7 +156,7 @@ class ThreadedRun:
         )
         roles = {member: self._role_of(member) for member in range(1, self._servers + 1)}
         for member in self._channels.keys() - set(deaf):
-            self.tell(member, ViewPublished(view=view, addresses=self.addresses, roles=roles))
+            self.tell(member, ViewPublished(view=view, addresses=self.addresses, roles=roles, workers={}))
 
     def said(self, *kinds: type) -> list[Any]:
         """What the roles reported of this kind so far."""

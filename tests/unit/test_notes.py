@@ -85,6 +85,7 @@ def test_every_report_and_order_of_a_parameter_server_run_goes_through() -> None
     left = reports.LeftShard(shard=0, member=1, staleness=((0, 3), (1, 2)), nbytes=8, sha256="ab", version=5)
     for report in (
         reports.WorkerReady(),
+        reports.WorkerReady(host="here", address="unix:z"),
         reports.ServerListens(address="unix:x"),
         reports.ShardsWelcomed(epoch=2),
         reports.StepComputed(clock=1, batch=2, part=0, parts=2, loss=0.5, share=0.5, seconds=0.1),
@@ -99,7 +100,12 @@ def test_every_report_and_order_of_a_parameter_server_run_goes_through() -> None
     ):
         assert through_json(REPORTS, report) == report
     for order in (
-        reports.ViewPublished(view=view, addresses={1: "unix:x"}, roles={1: 4}),
+        reports.ViewPublished(
+            view=view,
+            addresses={1: "unix:x"},
+            roles={1: 4},
+            workers={5: reports.WorkerReady(host="here", address="unix:z")},
+        ),
         reports.PlaceGiven(slot=0, member=9),
         reports.RestoreShard(shard=1),
         reports.LeaveShards(shards=(0, 1)),

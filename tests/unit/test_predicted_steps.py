@@ -259,7 +259,7 @@ LEAVING = {
     "central": lambda size, many: size,
     "sharded": lambda size, many: 3 * many * many * size / (2 * many),
     "local steps=1": lambda size, many: 3 * size,  # and Adam's state
-    "ps": lambda size, many: 2 * 2 * many * size,  # the server's link, each way
+    "ps": lambda size, many: 2 * 2 * size,  # the server's link, each way, once for each host
     "tensor": lambda size, many: 2 * 8 * many * many * OUTPUT,  # so few bytes go to each other slice at once
     "pipeline stages=2 cuts=4": lambda size, many: many / 2 * size,  # both stages sum over all replicas
 }

@@ -24,8 +24,8 @@ from manyhands.strategies.ps.ps_messages import (
     Work,
     WorkKind,
 )
-from manyhands.strategies.ps.shard_primary import Unconfirmed
 from manyhands.strategies.ps.shard_replica import ShardReplica
+from manyhands.strategies.ps.unconfirmed import Unconfirmed
 
 FIRST, SECOND, BACKUP = 1, 2, 3  # servers
 OLD, NEW = 10, 11  # members of slot 0, one after the other

@@ -20,10 +20,10 @@ from manyhands.foresight.simulate.simulated_processes import (
     ShardsToLeave,
     SimulatedMessage,
     SimulatedWorld,
-    WorkerProcess,
 )
 from manyhands.foresight.simulate.simulated_run import Observer, SimulatedHappening, SimulatedRun
 from manyhands.foresight.simulate.simulated_spec import SimulationSpec
+from manyhands.foresight.simulate.simulated_workers import WorkerProcess
 from manyhands.places.place import AddWorker, RemoveWorker
 from manyhands.strategies.common import membership
 from manyhands.strategies.ps import member_events as events

@@ -23,14 +23,17 @@ from manyhands.foresight.simulate.models import Gradient, Store
 from manyhands.foresight.simulate.simulated_run import Observer, SimulatedHappening, WorkerTimes
 from manyhands.foresight.simulate.simulated_spec import NetworkModel, SimulationSpec
 from manyhands.strategies.ps.actions import Ack, Action, Apply, Discard, Drop, Keep, Load, Log, SendMessage
-from manyhands.strategies.ps.client_core import ClientAction, ClientCore, Compute, Flush, Leave, Reason, Wait
+from manyhands.strategies.ps.host_group import (
+    GroupMessage,
+)
 from manyhands.strategies.ps.log_rows import Row
-from manyhands.strategies.ps.member_events import Left, Progressed, PsEvent, Rejoin, SlotFinished
+from manyhands.strategies.ps.member_events import Left, PsEvent
 from manyhands.strategies.ps.ps_membership import PsMembership
 from manyhands.strategies.ps.ps_messages import (
     LAUNCHER,
     Concluded,
     Forward,
+    HostPush,
     Install,
     Installed,
     Message,
@@ -43,18 +46,18 @@ from manyhands.strategies.ps.ps_messages import (
 from manyhands.strategies.ps.shard_replica import ServerCore
 
 __all__ = [
-    *("Agenda", "Assignment", "Copy", "Network", "Process", "Restore", "ServerProcess", "ShardsToLeave"),
-    *("SimulatedMessage", "SimulatedWorld", "WorkerProcess"),
+    *("Agenda", "Assignment", "ComputeDone", "Copy", "FlushDone", "Item", "Network", "Process", "Restore"),
+    *("Retry", "ServerProcess", "ShardsToLeave", "SimulatedMessage", "SimulatedWorld"),
 ]
 
-_CARRIERS = (Push, Parameters, Forward, Install)  # messages with a gradient, or a payload as large
+_CARRIERS = (Push, HostPush, Parameters, Forward, Install)  # messages with a gradient, or a payload as large
 
 
 class SimulatedMessage(NamedTuple):
     """A message in transit with its payload; a tuple, because one is made per message and a tuple is faster."""
 
     source: int
-    message: Message
+    message: Message | GroupMessage
     payload: Any = None
     sent_s: float = 0.0
 
@@ -96,9 +99,10 @@ class ComputeDone(NamedTuple):
 
 
 class FlushDone(NamedTuple):
-    """What a worker sent has arrived, and can no longer be lost with it."""
+    """What a worker sent before its Flush of this number has arrived, and can no longer be lost with it."""
 
     member: int
+    number: int
 
 
 class Retry(NamedTuple):
@@ -202,11 +206,15 @@ class SimulatedWorld:
         self.waiting_since_s: dict[int, float] = {}
         self.times: dict[int, WorkerTimes] = defaultdict(WorkerTimes)
         self.happenings: list[SimulatedHappening] = []
+        self.gradients: dict[int, list[Gradient]] = {}  # by member, in memory that its host shares
+        self.values: dict[int, list[Any]] = {}  # the same
         self._membership = membership
         self._cuts_s: dict[tuple[int, int], float] = {}
         self._payload_bytes = spec.gradient_bytes // spec.shards
 
-    def post(self, source: int, to: int, message: Message, payload: Any = None, after_s: float = 0) -> float:
+    def post(
+        self, source: int, to: int, message: Message | GroupMessage, payload: Any = None, after_s: float = 0
+    ) -> float:
         """Send a message between members, this many seconds from now; return in how many seconds it arrives."""
         now_s = self.agenda.now_s
         self.observer.sends(source, to, message, now_s)
@@ -248,8 +256,9 @@ class SimulatedWorld:
             self.observer.arrives(item.source, to, item.message, num_bytes, self.agenda.now_s)
         process.put(item)
 
-    def _bytes_beside(self, message: Message) -> int:
-        return self._payload_bytes if self._payload_bytes and isinstance(message, _CARRIERS) else 0
+    def _bytes_beside(self, message: Message | GroupMessage) -> int:
+        bare = isinstance(message, Parameters) and message.bare
+        return self._payload_bytes if isinstance(message, _CARRIERS) and not bare else 0
 
 
 class Process(ABC):
@@ -300,6 +309,10 @@ class ServerProcess(Process):
     def take(self, item: Item) -> float:
         match item:
             case SimulatedMessage(source=source, message=message, payload=payload):
+                if isinstance(message, GroupMessage):
+                    raise ManyhandsError(
+                        f"server {self.member} received what workers tell each other: {message}"
+                    )
                 seconds = self._do(self.core.handle(message, source), payload)
                 for place in message.shards if isinstance(message, View) else ():
                     self._see(place)
@@ -323,11 +336,12 @@ class ServerProcess(Process):
             match action:
                 case SendMessage(to=to, message=message):
                     self._world.post(self.member, to, message, self._payload(message, payload), seconds)
-                case Keep(shard=shard, slot=slot, clock=clock):
-                    self.held[shard][slot, clock] = payload
+                case Keep(shard=shard, slot=slot, clock=clock, carried=carried):
+                    self.held[shard][slot, clock] = [] if carried else payload
                 case Apply(row=row):
                     held = self.held[row.shard]
-                    gradients = [(one.factor, held.pop((one.slot, one.clock))) for one in row.updates]
+                    summed = [(one.factor, held.pop((one.slot, one.clock))) for one in row.updates]
+                    gradients = [(factor, gradient) for factor, terms in summed for gradient in terms]
                     self.stores[row.shard].apply(gradients, row.rate)
                     self._log(row)
                     took_s = self._spec.timing.apply_s
@@ -385,10 +399,12 @@ class ServerProcess(Process):
 
     def _payload(self, message: Message, payload: Any) -> Any:
         match message:
-            case Parameters(shard=shard):
+            case Parameters(shard=shard, bare=False):
                 return self.stores[shard].read()
             case Forward(entry=Push(shard=shard, slot=slot, clock=clock)):
                 return self.held[shard].get((slot, clock), payload)
+            case Forward(entry=HostPush(shard=shard, parts=parts)):
+                return self.held[shard].get((parts[0].slot, parts[0].clock), payload)
             case Install(shard=shard):
                 return self.copy(shard)
         return None
@@ -400,92 +416,3 @@ class ServerProcess(Process):
     def _load(self, shard: int, copy: Copy) -> None:
         self.stores[shard].load(copy.store)
         self.held[shard], self.rows[shard] = dict(copy.held), list(copy.rows)
-
-
-class WorkerProcess(Process):
-    """A worker; it has no core while it has no slot."""
-
-    def __init__(self, member: int, world: SimulatedWorld) -> None:
-        super().__init__(member, FaultRole.WORKER, world)
-        self.core: ClientCore | None = None
-        self.slot = -1
-        self._waited_for = -1  # whose update the shard that answered last had waited for
-        self._began_s = 0.0  # when it began to compute
-        self._values: list[Any] = [None] * self._spec.shards
-        self._gradients: list[Gradient] = [None] * self._spec.shards
-
-    def take(self, item: Item) -> float:
-        if isinstance(item, Assignment):
-            (self.member, self.slot), shards = item, self._spec.shards
-            confirms = self._spec.policy.lockstep and shards > 1
-            self.core = ClientCore(slot=self.slot, member=self.member, num_shards=shards, confirms=confirms)
-            return 0.0
-        core = self.core
-        if core is None:
-            return 0.0  # it is a spare
-        match item:
-            case SimulatedMessage(message=View() as view):
-                self._do(core.view(view))
-            case SimulatedMessage(source=source, message=message, payload=payload):
-                if isinstance(message, Parameters) and core.awaits(message, source):
-                    self._values[message.shard] = payload
-                    self._waited_for = message.waited_for
-                self._do(core.handle(message, source))
-            case ComputeDone(member=member, work=work) if member == self.member:
-                self._gradients, weight = self._spec.model.gradient(self.slot, work, self._values)
-                now_s = self._world.waiting_since_s[member] = self._world.agenda.now_s
-                self._world.observer.computed(self.slot, work, self._began_s, now_s)
-                self._do(core.computed(weight=weight))
-            case FlushDone(member=member) if member == self.member:
-                self._do(core.flushed())
-            case Retry(member=member, shard=shard) if member == self.member:
-                self._do(core.again(shard))
-        return 0.0
-
-    def _do(self, actions: list[ClientAction]) -> None:
-        arrives_s = 0.0
-        for action in actions:
-            match action:
-                case SendMessage(to=to, message=message):
-                    payload = self._gradients[message.shard] if isinstance(message, Push) else None
-                    arrives_s = max(arrives_s, self._world.post(self.member, to, message, payload))
-                case Flush():
-                    # The kernel has what was sent at once; here a network has it, from which the dead may take it.
-                    self._later(FlushDone(self.member), arrives_s if self._spec.faults else 0.0)
-                case Compute(work=work):
-                    self._later(ComputeDone(self.member, work), self._compute_s(work))
-                case Wait(shard=shard):
-                    self._later(Retry(self.member, shard), self._spec.timing.retry_s)
-                case Leave():
-                    self.core = None
-                    self._left(action)
-
-    def _later(self, item: Item, after_s: float) -> None:
-        self._world.agenda.after(after_s, self.put, item)
-
-    def _compute_s(self, work: Work) -> float:
-        """Begin to compute from what was read; return how many seconds that takes."""
-        world, observer = self._world, self._world.observer
-        self._began_s = now_s = world.agenda.now_s
-        since_s = world.waiting_since_s.pop(self.member, now_s)
-        observer.waited(self.slot, work, self._waited_for, since_s, now_s)
-        observer.computes(self.slot, work, list(self._values), now_s)
-        world.report(Progressed(member=self.member, clock=work.clock))
-        times = world.times[self.slot]
-        seconds = self._spec.compute.seconds(self.slot, work, world.draw, self._spec.seed)
-        times.waiting_s += now_s - since_s
-        times.computing_s += seconds
-        times.num_computed += 1
-        return seconds
-
-    def _left(self, leave: Leave) -> None:
-        event: PsEvent
-        match leave.reason:
-            case Reason.FENCED:
-                event = Rejoin(member=self.member)
-            case Reason.FINISHED | Reason.RETIRED:
-                event = SlotFinished(member=self.member, reason=leave.reason)
-            case Reason.REFUSED:
-                raise ManyhandsError(leave.sentence)
-        self._world.note(f"left: {leave.sentence}", self.member)
-        self._world.post_report(self.member, event)

@@ -10,6 +10,7 @@ from typing import Any
 from manyhands.foresight.simulate.faults import FaultRole
 from manyhands.foresight.simulate.models import Store
 from manyhands.strategies.ps.actions import Ack
+from manyhands.strategies.ps.host_group import GroupMessage
 from manyhands.strategies.ps.log_rows import Row, StepRow
 from manyhands.strategies.ps.ps_messages import Message, Work
 
@@ -95,10 +96,12 @@ class Observer:
     def computed(self, slot: int, work: Work, began_s: float, now_s: float) -> None:
         """The worker has the gradient, and pushes it now."""
 
-    def sends(self, source: int, to: int, message: Message, now_s: float) -> None:
+    def sends(self, source: int, to: int, message: Message | GroupMessage, now_s: float) -> None:
         """A member sends a message."""
 
-    def arrives(self, source: int, to: int, message: Message, num_bytes: int, now_s: float) -> None:
+    def arrives(
+        self, source: int, to: int, message: Message | GroupMessage, num_bytes: int, now_s: float
+    ) -> None:
         """A message arrives with its payload; the receiver may be busy with another."""
 
     def acknowledges(self, ack: Ack) -> None:

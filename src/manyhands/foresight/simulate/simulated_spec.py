@@ -106,7 +106,8 @@ class SimulationSpec:
 
     `gradient_bytes` is the size of all parameters, which counts where the network has a bandwidth. With `one_at_a_time`
     a kill, or a pause of a server, waits until what the one before it took has been recovered. With `can_restore`
-    off, a shard of which no copy is left ends the run.
+    off, a shard of which no copy is left ends the run. `per_host` slots after each other are on one host, whose workers
+    push as one where steps are in lockstep.
     """
 
     workers: int
@@ -123,9 +124,10 @@ class SimulationSpec:
     can_restore: bool = True
     gradient_bytes: int = 0
     model: Model = field(default_factory=Ledger)
+    per_host: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("workers", "steps", "shards"):
+        for name in ("workers", "steps", "shards", "per_host"):
             value = getattr(self, name)
             if value < 1:
                 raise UserError(f"{name}={value}: must be at least 1")

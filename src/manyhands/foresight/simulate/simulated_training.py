@@ -38,6 +38,7 @@ from manyhands.native.threads import with_threads
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import NOBODY, EventKind
 from manyhands.strategies.ps.digests import layout_digest
+from manyhands.strategies.ps.host_group import GroupMessage
 from manyhands.strategies.ps.live.live_training import server_summary
 from manyhands.strategies.ps.live.ps_launcher import LaunchOutcome
 from manyhands.strategies.ps.live.reports import Evaluated, LossBook, StepComputed
@@ -395,7 +396,7 @@ class RunBook(Observer):
 
     # ── messages ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def sends(self, source: int, to: int, message: Message, now_s: float) -> None:
+    def sends(self, source: int, to: int, message: Message | GroupMessage, now_s: float) -> None:
         """Record a push to a server, or parameters to a worker, which may have been held back until now."""
         if isinstance(message, Push):
             if message.shard == LEAD:
@@ -423,7 +424,9 @@ class RunBook(Observer):
         elif isinstance(message, Read):
             self.sent += Traffic(messages_sent=1)
 
-    def arrives(self, source: int, to: int, message: Message, _num_bytes: int, now_s: float) -> None:
+    def arrives(
+        self, source: int, to: int, message: Message | GroupMessage, _num_bytes: int, now_s: float
+    ) -> None:
         if isinstance(message, Read) or (isinstance(message, Push) and message.pulls):
             self._reads_s[message.slot, message.shard] = now_s
         if isinstance(message, Push):

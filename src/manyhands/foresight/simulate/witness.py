@@ -13,7 +13,7 @@ from typing import Any
 from manyhands.foresight.simulate.models import LedgerStore, SimulatedMark, SimulatedSeen, Store
 from manyhands.foresight.simulate.simulated_run import Observer, SimulatedHappening, SimulatedRun, UpdateNames
 from manyhands.strategies.ps.actions import Ack, Outcome
-from manyhands.strategies.ps.log_rows import LateRow, LostRow, SlotsRow, StepRow
+from manyhands.strategies.ps.log_rows import LateRow, LostRow, SlotsRow, StepRow, UpdateRow
 from manyhands.strategies.ps.ps_messages import LEAD, Work
 
 __all__ = ["Witness", "WitnessedPromise"]
@@ -255,7 +255,7 @@ class Witness(Observer):
 
     def _misreported(self, shard: int, store: LedgerStore, run: SimulatedRun) -> list[str]:
         rows = [row for row in run.logs[shard] if isinstance(row, StepRow)]
-        logged = [tuple((u.slot, u.clock, u.batch) for u in row.updates) for row in rows]
+        logged = [tuple((u.slot, u.clock, u.batch) for u in _in_order(row)) for row in rows]
         true = [tuple((m.slot, m.clock, m.batch) for m in group) for group in store.groups]
         if logged != true:
             pairs = enumerate(zip(logged, true, strict=False))
@@ -276,6 +276,12 @@ class Witness(Observer):
             for u in row.updates
             if u.read_version not in read[u.slot, u.clock] or u.staleness != row.version - 1 - u.read_version
         ]
+
+
+def _in_order(row: StepRow) -> list[UpdateRow]:
+    """The updates of a step in the order of their sum: those that a carrier brought are behind its own."""
+    own = [one for one in row.updates if one.carrier < 0]
+    return [one for first in own for one in (first, *(u for u in row.updates if u.carrier == first.slot))]
 
 
 def _marks(store: LedgerStore) -> list[SimulatedMark]:

@@ -87,7 +87,7 @@ class OurServer:
                     messages.SlotView(slot=slot, member=member) for slot, member in enumerate(members)
                 ),
             )
-            published = ViewPublished(view=view, addresses={_SERVER: address}, roles={})
+            published = ViewPublished(view=view, addresses={_SERVER: address}, roles={}, workers={})
             supervisor.tell(_SERVER, ORDERS.write(published))
             supervisor.poll(0)
             self._supervisor, self._view, self._address = supervisor, view, address

@@ -46,19 +46,22 @@ class Keep(NamedTuple):
 
     With `copy`, the worker may overwrite the gradient before it is applied. The driver has to copy it if it lies
     in the worker's memory and is still held after this list of actions.
+
+    With `carried`, the update's gradient lies within its carrier's: there is nothing to hold but its name.
     """
 
     shard: int
     slot: int
     clock: int
     copy: bool
+    carried: bool = False
 
 
 class Apply(NamedTuple):
     """Take one optimizer step, release its gradients, and append the step's row to the shard's log.
 
-    The gradient of the step is the weighted sum of those of `row.updates`, in this order. A learning rate schedule
-    advances by as many batches as they are of.
+    The gradient of the step is the weighted sum of those of `row.updates`, in this order, without those that a carrier
+    brought in its own. A learning rate schedule advances by as many batches as they are of.
     """
 
     row: StepRow

@@ -219,6 +219,13 @@ class ShardAuditor:
             self._settle(update.slot, update.clock, Fate.APPLIED, update=update, batch=update.batch)
             self.summary.applied += 1
             self.summary.staleness[update.staleness] = self.summary.staleness.get(update.staleness, 0) + 1
+        own = {(update.slot, update.clock) for update in row.updates if update.carrier < 0}
+        for update in row.updates:
+            if update.carrier >= 0 and (update.carrier, update.clock) not in own:
+                self.say(
+                    f"version {row.version}, slot {update.slot}, clock {update.clock}: its gradient came in that of "
+                    f"slot {update.carrier}, which is not in this step"
+                )
         weights = [update.weight for update in row.updates]
         if not weights or sum(weights) <= 0:
             self.say(f"version {row.version} has no updates, or their weights add up to 0")

@@ -14,6 +14,9 @@ Where a Read confirms the push before it (`confirms`, see `unconfirmed`), the re
 
     Push c to every shard ─► Flush ─► `flushed` ─► Read c+1 to every shard
 
+Where workers of one host add up first (`HostGroup`), `computed` hands out the pushes instead, `Pool`, and nothing is
+sent before the group has decided: `carry` for all of them, `carried` by another worker, or `push_alone`.
+
 `handle`, `view`, `computed`, `flushed` and `again` return what to do, in order. No socket, clock or tensor is in here;
 payloads are the driver's: the gradient that shard j was sent must not change until shard j has answered the Read behind
 it.
@@ -34,6 +37,7 @@ from manyhands.strategies.ps.ps_messages import (
     CopyShard,
     Fenced,
     Hello,
+    HostPush,
     Message,
     NotPrimary,
     Parameters,
@@ -43,13 +47,17 @@ from manyhands.strategies.ps.ps_messages import (
     Refused,
     RowsUnknown,
     RowValues,
+    SendAlone,
     View,
     Welcome,
     Work,
     WorkKind,
 )
 
-__all__ = ["ClientAction", "ClientCore", "Compute", "Flush", "Leave", "Reason", "Wait", "round_of_shards"]
+__all__ = [
+    *("ClientAction", "ClientCore", "Compute", "Flush", "Leave", "Pool", "Reason", "Wait"),
+    "round_of_shards",
+]
 
 _UNKNOWN = Work(kind=WorkKind.UNKNOWN)
 _LEAVES = (WorkKind.FINISHED, WorkKind.RETIRED)
@@ -69,6 +77,13 @@ class Compute(NamedTuple):
 
     work: Work
     versions: tuple[int, ...]  # the version that was read, by shard
+    bare: bool = False  # some of them came without values, which another worker of this host has
+
+
+class Pool(NamedTuple):
+    """Let the group of this host decide how these pushes, in the order of their sending, reach the shards."""
+
+    pushes: tuple[Push, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +104,7 @@ class Leave(NamedTuple):
     sentence: str
 
 
-ClientAction = SendMessage | Compute | Flush | Wait | Leave
+ClientAction = SendMessage | Compute | Pool | Flush | Wait | Leave
 
 
 @dataclass(slots=True)
@@ -107,7 +122,9 @@ class _Shard:
     term: int = 0
     work: Work = field(default=_UNKNOWN)
     push: Push | None = None  # sent or to be sent, and not known to be settled
+    group: HostPush | None = None  # which is sent instead of it, as this worker carries it for others
     pushed: bool = False  # it was sent, to this primary or to one before it
+    bare: bool = False  # the last answer came without values
     read: Read | None = None  # sent or to be sent, and not answered
     asked_again: int = -1  # the last clock that we read for twice
     rows: ReadRows | None = None  # the same
@@ -144,6 +161,7 @@ class ClientCore:
         self._computing: Work | None = None
         self._confirms = confirms
         self._out = True  # every push has been flushed, so reads may follow
+        self._pooled = False  # the group of this host has not decided yet how they are sent
         self._left = False
         self._actions: list[ClientAction] = []  # of the call in hand
 
@@ -205,7 +223,7 @@ class ClientCore:
                 if self.awaits(message, source):
                     shard = self._shards[message.shard]
                     shard.rows, shard.rows_version = None, message.version
-            case Welcome() | RowsUnknown() | Refused() | NotPrimary():
+            case Welcome() | RowsUnknown() | Refused() | SendAlone() | NotPrimary():
                 shard = self._shards[message.shard]
                 if source == shard.primary:
                     self._handle_primary(shard, message)
@@ -234,10 +252,13 @@ class ClientCore:
                 self._send(shard, shard.rows)
         return self._done()
 
-    def computed(self, *, weight: float, skip: bool = False, settings: str = "") -> list[ClientAction]:
+    def computed(
+        self, *, weight: float, skip: bool = False, settings: str = "", pools: bool = False
+    ) -> list[ClientAction]:
         """Push the gradient of the last Compute; `weight` is its share of the batch.
 
-        With `skip` there is no finite gradient, and the push only advances the clock. `settings` go with it.
+        With `skip` there is no finite gradient, and the push only advances the clock. `settings` go with it. With
+        `pools` the group of this host decides how it is sent.
         """
         work, self._computing = self._computing, None
         if self._left:
@@ -248,16 +269,57 @@ class ClientCore:
         part = (work.batch, work.part, work.parts)
         self.clock = clock + 1
         self._out = pulls
+        self._pooled = pools
+        pushes = []
         for shard in self._in_round:
             name = (shard.index, slot, member, clock, shard.version)
-            shard.push = Push(*name, *part, weight, skip, shard.term, shard.rows_version, settings, pulls)
+            push = Push(*name, *part, weight, skip, shard.term, shard.rows_version, settings, pulls=pulls)
+            shard.push, shard.group = push, None
             shard.rows_version = -1
             shard.read = Read(shard.index, slot, member, clock + 1)
-            shard.pushed = shard.welcome
-            self._send(shard, shard.push)
-        if not pulls and all(shard.pushed for shard in self._shards):
-            self._actions.append(Flush())
+            shard.pushed = pools  # by the group, unless it has to be sent to a new primary
+            pushes.append(push)
+        if pools:
+            self._actions.append(Pool(tuple(pushes)))
+        else:
+            self._push()
         return self._done()
+
+    def push_alone(self) -> list[ClientAction]:
+        """Send what is outstanding of the last Pool by itself, whatever became of it in the group."""
+        return self.carry(())
+
+    def carry(self, groups: Collection[HostPush]) -> list[ClientAction]:
+        """Send these to the shards, and again where needed, for the last Pool and those of other workers."""
+        self._pooled = False
+        by_shard = {group.shard: group for group in groups}
+        for shard in self._shards:
+            shard.group = by_shard.get(shard.index)
+        self._push()
+        return self._done()
+
+    def carried(self) -> list[ClientAction]:
+        """The last Pool has left for all shards, in what another worker sent: read, without values, for the next.
+
+        A shard that has a new primary since is sent our part alone: it may be restored from before the sum.
+        """
+        self._pooled = False
+        for shard in self._shards:
+            if shard.push is not None and shard.read is not None:
+                shard.read = shard.read._replace(bare=True)
+        if all(shard.pushed for shard in self._shards):
+            return self.flushed()
+        self._push(missing=True)
+        return self._done()
+
+    def _push(self, *, missing: bool = False) -> None:
+        """Send every outstanding push, or what carries it, to primaries that have welcomed us; or what is `missing`."""
+        for shard in self._in_round:
+            if shard.push is not None and not (missing and shard.pushed):
+                shard.pushed = shard.welcome
+                self._send(shard, shard.group or shard.push)
+        if not self._out and all(shard.pushed for shard in self._shards):
+            self._actions.append(Flush())
 
     def read_again(self) -> list[ClientAction]:
         """Read for the update of the last Compute once more: the parameters as they are now, and another Compute."""
@@ -275,7 +337,7 @@ class ClientCore:
 
     def flushed(self) -> list[ClientAction]:
         """Send the next reads: everything sent before the last Flush will arrive."""
-        if not self._left and not self._out:
+        if not self._left and not self._out and not self._pooled:
             self._out = True
             for shard in self._shards:
                 self._send_read(shard)
@@ -313,11 +375,17 @@ class ClientCore:
 
     # ── what a primary says ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def _handle_primary(self, shard: _Shard, message: Welcome | RowsUnknown | Refused | NotPrimary) -> None:
+    def _handle_primary(
+        self, shard: _Shard, message: Welcome | RowsUnknown | Refused | SendAlone | NotPrimary
+    ) -> None:
         push = shard.push
         match message:
             case Welcome():
                 self._welcomed(shard, message)
+            case SendAlone(clock=clock):
+                if push is not None and push.clock == clock:
+                    shard.group, shard.pushed = None, True
+                    self._send(shard, push)
             case RowsUnknown(clock=clock):
                 # Resend the message that named a row set which the shard does not know.
                 if shard.rows is not None and shard.rows.clock == clock:
@@ -358,8 +426,9 @@ class ClientCore:
                     self._send_read(place, self.clock)
             return
         if shard.push is not None:
-            shard.pushed = True
-            self._send(shard, shard.push)
+            shard.pushed = not self._pooled
+            if shard.pushed:
+                self._send(shard, shard.group or shard.push)
         self._send_read(shard)
         self._send(shard, shard.rows)
         if not self._out and all(place.pushed for place in self._shards):
@@ -372,7 +441,8 @@ class ClientCore:
         work, shards = message.work, self._shards
         shard.settled = max(shard.settled, message.clock)
         shard.version, shard.term, shard.work = message.version, message.term, work
-        shard.push = shard.read = None
+        shard.bare = message.bare
+        shard.push = shard.group = shard.read = None
         if shard.index == LEAD:
             self.clock = work.clock
             if work.kind is not WorkKind.AHEAD:
@@ -414,7 +484,8 @@ class ClientCore:
                 self._send_read(shard, work.clock)
             if not asked:
                 self._computing = work
-                self._actions.append(Compute(work, tuple([shard.version for shard in shards])))
+                versions, bare = tuple([shard.version for shard in shards]), any(one.bare for one in shards)
+                self._actions.append(Compute(work, versions, bare))
         elif not all(shard.welcome for shard in shards):
             pass
         elif work.kind is WorkKind.FINISHED:

@@ -46,6 +46,7 @@ class UpdateRow(NamedTuple):
     factor: float  # the gradient's factor in the weighted sum
     read_term: int = 0  # the shard's at the read; of an older one, only what a snapshot kept counts
     rows_version: int = -1  # the version at which table rows were read; -1 if none were
+    carrier: int = -1  # the slot whose push brought its gradient, in a sum; -1 if its own did
 
     @property
     def name(self) -> tuple[int, int, int]:
@@ -163,7 +164,7 @@ def row_from_json(line: str) -> Row:
     where = f"a line of the log, a {_NAMES[kind]} row, {line[:80]!r}"
     if kind is StepRow and isinstance(table.get("updates"), list):
         table["updates"] = tuple(
-            checked(UpdateRow, update, f"{where}, update {number}")
+            checked(UpdateRow, _with_carrier(update), f"{where}, update {number}")
             for number, update in enumerate(table["updates"])
         )
     if kind is SlotsRow and isinstance(table.get("slots"), list):
@@ -174,6 +175,11 @@ def row_from_json(line: str) -> Row:
             f"{where}: it has {row.until - row.first} lost clocks; at least 0 and at most {_MOST_LOST} are allowed"
         )
     return row
+
+
+def _with_carrier(update: Any) -> Any:
+    """An update of a log from before there were carriers brought its own gradient."""
+    return {"carrier": -1, **update} if isinstance(update, dict) else update
 
 
 _MOST_LOST = 1 << 24  # updates of one worker that one restore lost: readers go through them one by one
@@ -192,6 +198,7 @@ _LIMITS = {
     "seed": (0, MAX_SEED),
     "parts": (1, _MOST),
     "rows_version": (-1, _MOST),
+    "carrier": (-1, _MOST),
     "rows_versions": (-1, _MOST),
     "staleness": (-_MOST, _MOST),  # a difference, of which an audit says whether it may be negative
 }

@@ -106,7 +106,7 @@ class Decisions:
         return book
 
 
-_OF_PUSH = Push._fields[:-1]  # whether a Read came with it is not state
+_OF_PUSH = Push._fields[:-2]  # the Read that came with it is not state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,7 +339,8 @@ class Steps:
         updates = []
         for push, stale, factor in zip(pushes, staleness, factors, strict=True):
             name = (push.slot, push.clock, push.batch, push.part, push.parts, push.member, push.read_version)
-            updates.append(UpdateRow(*name, stale, push.weight, factor, push.read_term, push.rows_version))
+            reads = (push.read_term, push.rows_version, push.carrier)
+            updates.append(UpdateRow(*name, stale, push.weight, factor, *reads))
         settings = next((push.settings for push in pushes if push.settings), "")
         change.actions.append(Apply(StepRow(*change.entry, self.version, rate, tuple(updates)), settings))
 

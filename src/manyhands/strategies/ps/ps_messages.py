@@ -3,6 +3,7 @@
     launcher ──View──► everyone          membership: who serves which shard, who holds which slot
     worker ──Hello, Read, Push──► the primary of a shard ──Welcome, Parameters──► worker
     worker ──ReadRows──► the primary of a shard ──RowValues──► worker     tables, once the batch is known
+    carrier of a host ──HostPush──► the primary of a shard ──SendAlone──► worker     several pushes, one sum
     lead shard ──Chosen──► other shards  who belongs to a group, where arrival decides
     primary ──Concluded──► launcher      after a restore: everyone has left, and nothing is open here
     primary ──Forward──► backup ──Forwarded──► primary
@@ -37,6 +38,7 @@ __all__ = [
     "Forwarded",
     "Generation",
     "Hello",
+    "HostPush",
     "Install",
     "Installed",
     "Message",
@@ -48,6 +50,7 @@ __all__ = [
     "Refused",
     "RowValues",
     "RowsUnknown",
+    "SendAlone",
     "ShardView",
     "SlotView",
     "SlotsChanged",
@@ -160,12 +163,16 @@ class Welcome(NamedTuple):
 
 
 class Read(NamedTuple):
-    """Worker to primary: request the parameters for update `clock`; held until the consistency allows the answer."""
+    """Worker to primary: request the parameters for update `clock`; held until the consistency allows the answer.
+
+    With `bare`, the answer comes without its payload: another worker of this host fetches the parameters for both.
+    """
 
     shard: int
     slot: int
     member: int
     clock: int
+    bare: bool = False
 
 
 class Parameters(NamedTuple):
@@ -178,6 +185,7 @@ class Parameters(NamedTuple):
     work: Work
     term: int = 0  # of the shard at this version; a new one begins with each return to a snapshot
     waited_for: int = -1  # the slot whose update the Read waited for; -1 if for none
+    bare: bool = False  # the values do not come along, as the Read asked
 
 
 class ReadRows(NamedTuple):
@@ -239,7 +247,30 @@ class Push(NamedTuple):
     read_term: int = 0
     rows_version: int = -1  # the version at which table rows were read here; -1 if none were
     settings: str = ""
+    carrier: int = (
+        -1
+    )  # the slot whose push brings this gradient within a sum (`HostPush`); -1 if this one does
     pulls: bool = False  # a push-pull: the Read of the next clock is in this message
+    bare: bool = False  # that Read's
+
+
+class HostPush(NamedTuple):
+    """Carrier to primary, with the sum of the parts' gradients as its payload: the pushes of one host's workers.
+
+    The first part is the carrier's; the others name its slot as their `carrier`. All parts have one clock. They count
+    together or not at all: nobody could take a part out of the sum.
+    """
+
+    shard: int
+    parts: tuple[Push, ...]
+
+
+class SendAlone(NamedTuple):
+    """Primary to a worker: the HostPush with its update does not count here; send the update by itself."""
+
+    shard: int
+    slot: int
+    clock: int
 
 
 class CopyShard(NamedTuple):
@@ -353,7 +384,7 @@ class Closing:
     """An entry of the lead's log: no worker is left to send an update, so what waits makes the last step."""
 
 
-Entry = Push | Chosen | ChosenKept | Assigned | SlotsChanged | UpdatesLost | Closing
+Entry = Push | HostPush | Chosen | ChosenKept | Assigned | SlotsChanged | UpdatesLost | Closing
 """Everything that changes the state of a shard; applied in the same order by the primary and by its backup."""
 
 
@@ -412,7 +443,7 @@ class Yield(NamedTuple):
     epoch: int
 
 
-_FromWorker = Hello | Read | ReadRows | Push | CopyShard
-_ToWorker = Welcome | Parameters | RowValues | RowsUnknown | Refused | Fenced | NotPrimary
+_FromWorker = Hello | Read | ReadRows | Push | HostPush | CopyShard
+_ToWorker = Welcome | Parameters | RowValues | RowsUnknown | Refused | SendAlone | Fenced | NotPrimary
 _BetweenServers = Chosen | ChosenKept | Forward | Forwarded | Install | Yield
 Message = View | _FromWorker | _ToWorker | _BetweenServers | Installed | Concluded

@@ -35,7 +35,7 @@ from manyhands.strategies.ps.replay_order import (
     num_batches,
 )
 from manyhands.strategies.ps.shard_layout import FlatLayout
-from manyhands.strategies.ps.shard_store import Contribution, ShardStore
+from manyhands.strategies.ps.shard_store import Contribution, ShardStore, add_up
 from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategies.ps.update_files import ComputedRow, RunRecord
 from manyhands.task import Task
@@ -283,9 +283,7 @@ class Player:
 
     def _apply(self, row: StepRow) -> None:
         shard = row.shard
-        contributions = [
-            replace(self._gradients.pop((shard, update.name)), factor=update.factor) for update in row.updates
-        ]
+        contributions = self._contributions(row)
         self._stores[shard].apply(contributions, row.rate, num_batches(row), self._settings(row))
         self._versions[shard] = row.version
         if row.version <= self._order.limits[shard]:
@@ -299,6 +297,23 @@ class Player:
                     self._last_parts[update.part] = done
                 self._process = self._order.computed[update.name].process
         self._end(shard)
+
+    def _contributions(self, row: StepRow) -> list[Contribution]:
+        """The gradients of a step; those of one host are added up first, as their carrier did."""
+        shard, of_host = row.shard, dict[int, list[Contribution]]()
+        for update in row.updates:
+            gradient = self._gradients.pop((shard, update.name))
+            carrier = update.slot if update.carrier < 0 else update.carrier
+            of_host.setdefault(carrier, []).append(gradient)
+        factors = {update.slot: update.factor for update in row.updates}
+        return [replace(self._summed(shard, terms), factor=factors[slot]) for slot, terms in of_host.items()]
+
+    def _summed(self, shard: int, terms: Sequence[Contribution]) -> Contribution:
+        if len(terms) == 1:
+            return terms[0]
+        into = self._layout.range_in(torch.zeros_like(terms[0].gradient.memory), shard)
+        reached = add_up(terms, into)
+        return Contribution(gradient=into, present=torch.tensor(reached, dtype=torch.uint8))
 
     def _values(self, shard: int) -> _Values:
         store, shards = self._stores[shard], self._layout.shards

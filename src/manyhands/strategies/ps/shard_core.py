@@ -14,7 +14,7 @@ and answers no read from that clock on until all other shards have stored the ta
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from manyhands.strategies.common.consistency import Group
@@ -29,19 +29,16 @@ from manyhands.strategies.ps.ps_messages import (
     Closing,
     Entry,
     Generation,
+    HostPush,
     Push,
     SlotsChanged,
     Update,
     UpdatesLost,
-    WorkKind,
 )
 from manyhands.strategies.ps.slots import SlotRecord, SlotTable
 from manyhands.strategies.ps.work_plan import WorkPlan
 
 __all__ = ["ShardCore"]
-
-
-_TRAIN = WorkKind.TRAIN
 
 
 class ShardCore:
@@ -151,7 +148,9 @@ class ShardCore:
         change = Change((config.shard, self.term, self.sequence))
         match entry:
             case Push():
-                self._push(entry, change)
+                self._push((entry,), change)
+            case HostPush():
+                self._push(entry.parts, change)
             case Assigned():
                 self.work.assign(entry)
                 change.moved.append(entry.slot)
@@ -179,26 +178,37 @@ class ShardCore:
                 steps.skip_lost_steps(change)
         return change
 
-    def _push(self, push: Push, change: Change) -> None:
-        slot, clock = push.slot, push.clock
-        settled = self.outcome_of(slot, clock)
-        if settled is not None:
-            change.outcome = settled  # its step was completed while it was on its way to the backup
-            change.drop(push)
-            return
-        record = self.table.record(slot)
-        self.work.next_batch = max(self.work.next_batch, push.batch + 1)
-        # One that was begun before a restore may have no place in this run, if the slots changed earlier this time:
-        # its slot ends before it, or others have its batch. No read waited for it.
-        if clock >= record.end or (self.config.by_clock and self.work.place(slot, clock).kind is not _TRAIN):
+    def _push(self, parts: Sequence[Push], change: Change) -> None:
+        """Take a push, or those of one host, whose gradients are one sum: all of them, or none.
+
+        None of several only if the slots changed while it was on its way to the backup; a step that wanted one of them
+        says that it lost it.
+        """
+        settled = [self.outcome_of(push.slot, push.clock) for push in parts]
+        placed = [
+            one is not None or self.work.has_place(push) for one, push in zip(settled, parts, strict=True)
+        ]
+        is_taken = all(placed) and not any(one is not None for one in settled)
+        for push, outcome, has_place in zip(parts, settled, placed, strict=True):
+            slot, clock = push.slot, push.clock
+            if outcome is not None:
+                change.outcome = outcome  # its step was completed while it was on its way to the backup
+                change.drop(push)
+                continue
+            record = self.table.record(slot)
+            self.work.next_batch = max(self.work.next_batch, push.batch + 1)
+            if is_taken:
+                record.remember(clock, push.batch)
+            elif not has_place:
+                record.late = max(record.late, clock)
             self._settle(slot, record, clock + 1, change)
+            if is_taken:
+                self.steps.wait(push, record, change)
+                continue
             change.outcome = Outcome.LATE
             change.drop(push)
-            change.log_late(slot, clock)
-            return
-        record.remember(clock, push.batch)
-        self._settle(slot, record, clock + 1, change)
-        self.steps.wait(push, record, change)
+            if not has_place:
+                change.log_late(slot, clock)
 
     def _settle(self, slot: int, record: SlotRecord, until: int, change: Change) -> None:
         self.steps.settle(slot, record, until, change)

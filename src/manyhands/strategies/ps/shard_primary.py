@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from dataclasses import dataclass, field
 
 from manyhands.strategies.ps.actions import Ack, Action, Drop, Keep, SendMessage
+from manyhands.strategies.ps.known_members import NOBODY, KnownMembers
 from manyhands.strategies.ps.ps_messages import (
     LAUNCHER,
     LEAD,
@@ -30,6 +30,7 @@ from manyhands.strategies.ps.ps_messages import (
     Forward,
     Forwarded,
     Hello,
+    HostPush,
     Install,
     Installed,
     Parameters,
@@ -37,80 +38,20 @@ from manyhands.strategies.ps.ps_messages import (
     Read,
     ReadRows,
     RowValues,
+    SendAlone,
     ShardView,
     SlotsChanged,
     UpdatesLost,
-    View,
     Welcome,
 )
 from manyhands.strategies.ps.shard_core import ShardCore
+from manyhands.strategies.ps.unconfirmed import Unconfirmed
 from manyhands.strategies.ps.work_plan import Hold
 
-__all__ = ["KnownMembers", "ShardPrimary", "Unconfirmed"]
+__all__ = ["ShardPrimary"]
 
 
-_NOBODY = (0, 0)
-_NO_READ = (-1, 0)
-_TAKEN = (Push, UpdatesLost)  # entries that settle updates of a slot
-
-
-class Unconfirmed:
-    """The pushes that have arrived at a shard and do not count there yet; without `needed` a push is never held.
-
-        worker ──Push c──► every shard          all are out of its hands
-               ──Read c+1──► every shard        only now: so the first of them proves that every shard has, or gets, c
-
-    Under a lockstep policy no shard may take a step that another will not: a worker that computes from the one before
-    and the one behind computes what the plain loop never does. So a push is unconfirmed, outside the log, until a Read
-    of its slot for a later clock has come. Where its worker dies first, the successor decides: each shard's Welcome
-    tells it up to where updates have arrived there, it begins where all of them have that, and its first Read confirms
-    what lies before its clock and drops what does not.
-    """
-
-    def __init__(self, *, needed: bool) -> None:
-        self._needed = needed
-        self._pushes: dict[int, Push] = {}
-        self._met: dict[int, int] = {}  # by slot: the newest member that has spoken to this shard
-
-    def meet(self, slot: int, member: int) -> None:
-        """Record a message of the slot's holder: it decides on what has arrived, and predecessors are ignored."""
-        self._met[slot] = max(member, self._met.get(slot, 0))
-
-    def hears(self, push: Push) -> bool:
-        """Whether this push may be held, even from a fenced member, while its successor has not sent a message yet."""
-        return self._needed and push.member >= self._met.get(push.slot, 0)
-
-    def awaits(self, push: Push, read: int) -> bool:
-        """Whether this push has to wait for a Read; `read` is the clock of the held Read of its slot, -1 for none."""
-        return self._needed and read <= push.clock
-
-    def hold(self, push: Push) -> Push | None:
-        """Hold a push; returns the previous one, unless this push replaces its gradient."""
-        before = self._pushes.get(push.slot)
-        self._pushes[push.slot] = push
-        replaced = before is None or (before.clock == push.clock and not push.skip)
-        return None if replaced else before
-
-    def resolve(self, slot: int) -> Push | None:
-        return self._pushes.pop(slot, None)
-
-    def arrived(self, slot: int) -> int:
-        """The clock after the held update of a slot; 0 for none."""
-        push = self._pushes.get(slot)
-        return 0 if push is None else push.clock + 1
-
-
-@dataclass(slots=True)
-class KnownMembers:
-    """What a replica of a shard has learned of the membership; it outlives the replica's roles."""
-
-    epoch: int = -1  # of the shard
-    primary: int = 0  # of this epoch
-    lead: tuple[int, int] = _NOBODY  # epoch and member of the newest lead that was heard of
-    view: View = field(default_factory=lambda: View(epoch=-1, shards=(), slots=()))
-    primaries: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Of that view: epoch and primary of every shard."""
-    holders: dict[int, int] = field(default_factory=dict)  # the newest member known of each slot
+_NO_READ = (-1, 0, False)
 
 
 class ShardPrimary:
@@ -129,7 +70,7 @@ class ShardPrimary:
         self._forwarded = 0  # the backup has everything up to this
         self._taken: dict[int, int] = {}  # by slot with updates in flight: the clock after the last of them
         self._hellos: dict[int, Hello] = {}  # to be answered once the slot is known, or its loss is safe
-        self._held: dict[int, tuple[int, int]] = {}  # reads by slot: their clock, and the member to answer
+        self._held: dict[int, tuple[int, int, bool]] = {}  # reads by slot: clock, the member to answer, bare
         self._unconfirmed = Unconfirmed(needed=core.config.confirms)
         self._waiting_for: dict[Hold, list[int]] = {Hold.OTHERS: [], Hold.SHARDS: []}  # slots of held reads
         self._mark = core.work.mark  # the mark at which those that wait for others were last looked at
@@ -152,7 +93,7 @@ class ShardPrimary:
     def follow(self, mine: ShardView, before: dict[int, tuple[int, int]], *, changed: bool) -> list[Action]:
         """Handle a view; `before` are the primaries of the last one, and `changed` if this shard's replicas did."""
         config, core, known = self._config, self._core, self._known
-        for slot, (_, member) in tuple(self._held.items()):
+        for slot, (_, member, _) in tuple(self._held.items()):
             if member < known.holders[slot]:
                 del self._held[slot]
         if changed:
@@ -165,7 +106,7 @@ class ShardPrimary:
                 state = json.dumps(core.state())
                 install = Install(shard=config.shard, epoch=known.epoch, sequence=core.sequence, state=state)
                 self._actions.append(SendMessage(self._backup, install))
-        lead = known.primaries.get(LEAD, _NOBODY)
+        lead = known.primaries.get(LEAD, NOBODY)
         if config.leads:
             self._greet_shards(before)
         elif lead[1] and (before.get(config.shard), before.get(LEAD)) != (
@@ -182,7 +123,7 @@ class ShardPrimary:
         known = self._known
         everyone = before.get(LEAD) != known.primaries[LEAD] or before == known.primaries
         for shard in self._core.decisions.kept:
-            epoch, primary = known.primaries.get(shard, _NOBODY)
+            epoch, primary = known.primaries.get(shard, NOBODY)
             if primary and (everyone or before.get(shard) != (epoch, primary)):
                 for greeting in self._core.greetings_to(shard, known.epoch):
                     self._actions.append(SendMessage(primary, greeting))
@@ -234,15 +175,26 @@ class ShardPrimary:
 
     # ── messages ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def keeps(self, push: Push) -> bool:
+    def keeps(self, push: Push | HostPush) -> bool:
         """Whether `serve` will keep the gradient of this push.
 
         The gradient of a fenced worker or of a known update may be gone.
         """
+        if isinstance(push, HostPush):
+            return self._unconfirmed.can_hold(push) and all(
+                # Not behind updates that a worker has not reported as lost here yet (`Hello`).
+                self.keeps(part)
+                and self._core.work.has_place(part)
+                and self._next_to_take(part.slot) == part.clock
+                for part in push.parts
+            )
         fenced = push.member < self._known.holders.get(push.slot, 0)
         return self._is_open(push) and (not fenced or self._unconfirmed.hears(push))
 
-    def serve(self, message: Push | Read | ReadRows | Hello, sender: int) -> list[Action]:
+    def serve(self, message: Push | HostPush | Read | ReadRows | Hello, sender: int) -> list[Action]:
+        if isinstance(message, HostPush):
+            self._take_host_push(message)
+            return self._done()
         slot, member, holders = message.slot, message.member, self._known.holders
         holder = holders.get(slot, 0)
         if member < holder:
@@ -273,9 +225,9 @@ class ShardPrimary:
                         self._actions.append(Keep(message.shard, slot, message.clock, self._config.copies))
                     self._append(message)
                 if message.pulls:
-                    self._take_read(slot, message.clock + 1, member)
+                    self._take_read(slot, message.clock + 1, member, message.bare)
             case Read():
-                self._take_read(slot, message.clock, member)
+                self._take_read(slot, message.clock, member, message.bare)
             case Hello():
                 self._held.pop(slot, None)  # asked again once the greeting is answered
                 self._hellos[slot] = message
@@ -301,7 +253,7 @@ class ShardPrimary:
                     self._actions.append(SendMessage(sender, core.kept_answer(known.epoch)))
                 else:
                     self._append(message)
-            case ChosenKept() if leads and message.epoch >= known.primaries.get(message.shard, _NOBODY)[0]:
+            case ChosenKept() if leads and message.epoch >= known.primaries.get(message.shard, NOBODY)[0]:
                 # An older one is of a primary that was replaced; its successor asks.
                 if not message.asks:
                     self._append(message)
@@ -334,6 +286,8 @@ class ShardPrimary:
         next_clock = self._core.next_clock(slot)
         if slot not in self._hellos or next_clock is None or next_clock < hello.settled:
             return
+        if self._unconfirmed.leaves_open(slot, hello.member):
+            return
         del self._hellos[slot]
         arrived = self._unconfirmed.arrived(slot)
         if config.confirms:
@@ -344,6 +298,9 @@ class ShardPrimary:
 
     def _hold(self, push: Push) -> None:
         """Keep a push that does not count yet."""
+        group = self._unconfirmed.group_of(push.slot)
+        if group is not None and group.parts[0].slot == push.slot:
+            self._break_up(group)  # its carrier sends the update alone instead
         self._drop(self._unconfirmed.hold(push))
         if not push.skip:
             self._actions.append(Keep(push.shard, push.slot, push.clock, self._config.copies))
@@ -352,16 +309,86 @@ class ShardPrimary:
         if push is not None and not push.skip:
             self._actions.append(Drop(shard=push.shard, slot=push.slot, clock=push.clock))
 
-    def _take_read(self, slot: int, clock: int, member: int) -> None:
-        push = self._unconfirmed.resolve(slot) if self._config.confirms else None
-        if push is not None:
-            # The Read confirms the held push before it; any other is dropped, as its worker computes it again.
-            if push.clock < clock and self._is_open(push):
-                self._append(push)
+    def _take_read(self, slot: int, clock: int, member: int, bare: bool) -> None:
+        group = self._unconfirmed.group_of(slot)
+        carrier = group.parts[0] if group is not None else None
+        if group is not None and carrier is not None and carrier.slot == slot:
+            if carrier.clock < clock:
+                self._append_host_push(group)
             else:
-                self._drop(push)
-        self._held[slot] = (clock, member)
+                self._break_up(group)
+        elif group is None and self._config.confirms:
+            self._confirm(slot, clock)
+        self._held[slot] = (clock, member, bare)
         self._look_at(slot)
+
+    def _confirm(self, slot: int, clock: int) -> None:
+        """A Read of this clock confirms the held push before it; any other is dropped: its worker computes it again."""
+        push = self._unconfirmed.resolve(slot)
+        if push is not None and push.clock < clock and self._is_open(push):
+            self._append(push)
+        else:
+            self._drop(push)
+
+    # ── several pushes with one sum ───────────────────────────────────────────────────────────────────────────────────
+
+    def _take_host_push(self, group: HostPush) -> None:
+        """Hold or append the pushes of one host; where any of them cannot count, all have to be sent alone."""
+        carrier, confirms, holders = group.parts[0], self._config.confirms, self._known.holders
+        takes = self.keeps(group)
+        for part in group.parts:
+            if part.member > holders.get(part.slot, 0):
+                holders[part.slot] = part.member
+                self._held.pop(part.slot, None)
+            if confirms and part.member == holders[part.slot]:
+                self._unconfirmed.meet(part.slot, part.member)
+        if takes:
+            known = self._unconfirmed.group_of(carrier.slot)
+            if known is not None:  # sent again: the same updates
+                self._unconfirmed.let_go(known)
+            self._actions.append(Keep(group.shard, carrier.slot, carrier.clock, self._config.copies))
+            if confirms and self._unconfirmed.awaits(carrier, self._held.get(carrier.slot, _NO_READ)[0]):
+                self._unconfirmed.hold_group(group)
+            else:
+                self._append_host_push(group)
+        for part in group.parts:
+            if part.member < holders[part.slot]:
+                fenced = Fenced(shard=part.shard, slot=part.slot, holder=holders[part.slot])
+                self._actions.append(SendMessage(part.member, fenced))
+            elif not takes and self._is_open(part):
+                self._ask_alone(part)  # its Read comes with it
+            elif part.pulls and self._held.get(part.slot, _NO_READ)[0] <= part.clock + 1:
+                self._take_read(part.slot, part.clock + 1, part.member, part.bare)
+
+    def _append_host_push(self, group: HostPush) -> None:
+        self._unconfirmed.let_go(group)
+        for part in group.parts[1:]:
+            self._drop(self._unconfirmed.resolve(part.slot))  # the same update, sent alone besides
+            self._actions.append(Keep(part.shard, part.slot, part.clock, copy=False, carried=True))
+        self._append(group)
+        self._greet_parts(group)
+
+    def _break_up(self, group: HostPush) -> None:
+        """Drop the sum; its parts count by themselves, if they were sent alone as well, or have to be."""
+        carrier = group.parts[0]
+        self._unconfirmed.let_go(group)
+        self._drop(carrier)
+        for part in group.parts[1:]:
+            self._ask_alone(part)
+            if part.slot in self._held:
+                self._confirm(part.slot, self._held[part.slot][0])
+        self._greet_parts(group)
+
+    def _ask_alone(self, part: Push) -> None:
+        if not self._unconfirmed.arrived(part.slot):
+            self._actions.append(SendMessage(part.member, SendAlone(part.shard, part.slot, part.clock)))
+
+    def _greet_parts(self, group: HostPush) -> None:
+        """Welcome successors who had to wait for what becomes of this sum."""
+        for part in group.parts[1:]:
+            hello = self._hellos.get(part.slot)
+            if hello is not None:
+                self._greet(hello)
 
     # ── the log ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -371,14 +398,17 @@ class ShardPrimary:
             self._commit(entry)  # nobody else has to have it, and nothing is before it
             return
         self._in_flight.append(entry)
-        if isinstance(entry, _TAKEN):
-            self._taken[entry.slot] = entry.clock + 1 if isinstance(entry, Push) else entry.until
+        for part in _settled_by(entry):
+            self._taken[part.slot] = part.until if isinstance(part, UpdatesLost) else part.clock + 1
         if self._backup:
             forward = Forward(self._config.shard, self._known.epoch, self.sequence, entry)
             self._actions.append(SendMessage(self._backup, forward))
         self._commit_safe()
 
     def _append_lost(self, slot: int, until: int) -> None:
+        group = self._unconfirmed.group_of(slot)
+        if group is not None and group.parts[0].clock < until:
+            self._break_up(group)
         if self._unconfirmed.arrived(slot) <= until:
             self._drop(self._unconfirmed.resolve(slot))
         self._append(UpdatesLost(slot=slot, until=until))
@@ -394,14 +424,13 @@ class ShardPrimary:
         change = core.commit(entry)
         self._actions += change.actions
         waited_for = -1
-        if self._taken and isinstance(entry, _TAKEN):
-            settled = core.next_clock(entry.slot) or 0
-            if self._taken.get(entry.slot, 0) <= settled:  # nothing of this slot is in flight any more
-                self._taken.pop(entry.slot, None)
+        for part in _settled_by(entry):
+            if self._taken.get(part.slot, 0) <= (core.next_clock(part.slot) or 0):
+                self._taken.pop(part.slot, None)  # nothing of this slot is in flight any more
+            if isinstance(part, Push):
+                waited_for = part.slot
+                self._actions.append(Ack(part.shard, part.slot, part.clock, change.outcome))
         match entry:
-            case Push(slot=slot):
-                waited_for = slot
-                self._actions.append(Ack(entry.shard, slot, entry.clock, change.outcome))
             case Assigned():
                 self._asked.discard(entry)
             case Chosen():
@@ -414,10 +443,10 @@ class ShardPrimary:
                     self._listening = False
                     self._greet_shards({})
                     self._settle_membership()
-            case UpdatesLost() | SlotsChanged() | Closing():
+            case Push() | HostPush() | UpdatesLost() | SlotsChanged() | Closing():
                 pass
         for shard in core.decisions.kept if change.decisions else ():
-            primary = known.primaries.get(shard, _NOBODY)[1]
+            primary = known.primaries.get(shard, NOBODY)[1]
             if primary:
                 for message in core.messages_to(shard, change.decisions, known.epoch):
                     self._actions.append(SendMessage(primary, message))
@@ -447,7 +476,7 @@ class ShardPrimary:
         read, core = self._held.get(slot), self._core
         if read is None or core.next_clock(slot) is None:
             return
-        clock, member = read
+        clock, member, bare = read
         answer = core.work.answer(slot, clock)
         if isinstance(answer, Hold):
             if answer in self._waiting_for:
@@ -460,5 +489,12 @@ class ShardPrimary:
         waited_for = waited_for if waited_for != slot else -1
         name = (self._config.shard, slot, clock)
         self._actions.append(
-            SendMessage(member, Parameters(*name, core.version, answer, core.term, waited_for))
+            SendMessage(member, Parameters(*name, core.version, answer, core.term, waited_for, bare))
         )
+
+
+def _settled_by(entry: Entry) -> tuple[Push | UpdatesLost, ...]:
+    """The updates that an entry settles: one, those of a host, or those that are lost."""
+    if isinstance(entry, HostPush):
+        return entry.parts
+    return (entry,) if isinstance(entry, Push | UpdatesLost) else ()

@@ -16,6 +16,7 @@ from enum import Enum, auto
 from typing import Any
 
 from manyhands.strategies.ps.actions import Action, Discard, Keep, Load, SendMessage
+from manyhands.strategies.ps.known_members import KnownMembers
 from manyhands.strategies.ps.pending_steps import ShardConfig
 from manyhands.strategies.ps.ps_messages import (
     LAUNCHER,
@@ -25,6 +26,7 @@ from manyhands.strategies.ps.ps_messages import (
     Forward,
     Forwarded,
     Hello,
+    HostPush,
     Install,
     Installed,
     Message,
@@ -36,11 +38,11 @@ from manyhands.strategies.ps.ps_messages import (
     Yield,
 )
 from manyhands.strategies.ps.shard_core import ShardCore
-from manyhands.strategies.ps.shard_primary import KnownMembers, ShardPrimary
+from manyhands.strategies.ps.shard_primary import ShardPrimary
 
 __all__ = ["ReplicaRole", "ServerCore", "ShardReplica"]
 
-_OF_WORKERS = (Push, Read, ReadRows, Hello)
+_OF_WORKERS = (Push, HostPush, Read, ReadRows, Hello)
 _OF_A_SHARD = (*_OF_WORKERS, Forward, Forwarded, Chosen, Yield)
 
 
@@ -113,7 +115,7 @@ class ShardReplica:
             self.serving = self.make_primary(self.core, known, self.member, restored=is_empty and restored)
         return actions + self.serving.follow(mine, before, changed=changed)
 
-    def keeps(self, message: Push | Forward) -> bool:
+    def keeps(self, message: Push | HostPush | Forward) -> bool:
         """Whether `handle` will keep the gradient of this message; that of a primary of an older epoch may be gone."""
         if isinstance(message, Forward):
             is_next = message.sequence == self.core.sequence + 1
@@ -163,8 +165,10 @@ class ShardReplica:
         actions: list[Action] = []
         if message.sequence == self.core.sequence + 1:
             entry = message.entry
-            if isinstance(entry, Push) and not entry.skip:
-                actions.append(Keep(entry.shard, entry.slot, entry.clock, self.config.copies))
+            for part in (entry,) if isinstance(entry, Push) else getattr(entry, "parts", ()):
+                if not part.skip:
+                    name = (part.shard, part.slot, part.clock)
+                    actions.append(Keep(*name, self.config.copies, carried=part.carrier >= 0))
             actions += self.core.commit(entry).actions
         return [*actions, self._forwarded_to(sender)]
 
@@ -216,7 +220,7 @@ class ServerCore:
                 actions += self._replica(place.shard).view(view)
         return actions
 
-    def keeps(self, message: Push | Forward) -> bool:
+    def keeps(self, message: Push | HostPush | Forward) -> bool:
         """Whether `handle` will keep the gradient of this message; if not, its payload need not be looked up."""
         replica = self.replicas.get(message.shard)
         return replica is not None and replica.keeps(message)

@@ -27,7 +27,7 @@ from manyhands.strategies.common.sharding.sliced_optimizer import SlicedOptimize
 from manyhands.strategies.common.tables.row_tables import RowGradient, RowTable
 from manyhands.strategies.ps.shard_layout import FlatLayout, ShardRange, ShardState, Table
 
-__all__ = ["Averaging", "Contribution", "PlainSgd", "ShardStore", "byte_view", "is_hooked"]
+__all__ = ["Averaging", "Contribution", "PlainSgd", "ShardStore", "add_up", "byte_view", "is_hooked"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,23 +303,26 @@ class ShardStore:
                 self.tables[table.name].apply(RowGradient.total(terms), groups[table.position], rate)
 
     def _combined(self, contributions: Sequence[Contribution]) -> list[Tensor | None]:
-        count = len(self.values.pieces)
-        present = [one.present[:count].tolist() for one in contributions]
         [first, *others] = contributions
         if not others and first.factor == 1:
-            return _masked(first.gradient.pieces, present[0])
+            return _masked(first.gradient.pieces, first.present[: len(self.values.pieces)].tolist())
         if self._sum is None:
             self._sum = self._new_range()
-        if all(map(all, present)):
-            for out, *terms in zip(
-                self._sum.runs, *(one.gradient.runs for one in contributions), strict=True
-            ):
-                _add_up(out, [(term, one.factor) for term, one in zip(terms, contributions, strict=True)])
-            return list(self._sum.pieces)
-        for number, out in enumerate(self._sum.pieces):
-            pairs = zip(contributions, present, strict=True)
-            _add_up(out, [(one.gradient.pieces[number], one.factor) for one, flags in pairs if flags[number]])
-        return _masked(self._sum.pieces, [any(flags) for flags in zip(*present, strict=True)])
+        return _masked(self._sum.pieces, add_up(contributions, self._sum))
+
+
+def add_up(contributions: Sequence[Contribution], into: ShardRange) -> list[bool]:
+    """`into` becomes the sum of the contributions, each times its factor, in their order; which pieces any reached."""
+    count = len(into.pieces)
+    present = [one.present[:count].tolist() for one in contributions]
+    if all(map(all, present)):
+        for out, *terms in zip(into.runs, *(one.gradient.runs for one in contributions), strict=True):
+            _add_up(out, [(term, one.factor) for term, one in zip(terms, contributions, strict=True)])
+        return [True] * count
+    for number, out in enumerate(into.pieces):
+        pairs = zip(contributions, present, strict=True)
+        _add_up(out, [(one.gradient.pieces[number], one.factor) for one, flags in pairs if flags[number]])
+    return [any(flags) for flags in zip(*present, strict=True)]
 
 
 def _clipped(gradients: Sequence[Tensor | None], max_norm: float) -> list[Tensor | None]:

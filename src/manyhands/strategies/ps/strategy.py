@@ -126,6 +126,11 @@ class Ps(Strategy):
         return self.consistency.lockstep and self.link == "shared" and not self.averages
 
     @property
+    def adds_up(self) -> bool:
+        """Whether gradients of one host may be added up before they are pushed, and be fetched for as one."""
+        return self.consistency.lockstep and self.codec == RAW and not self.averages
+
+    @property
     def votes(self) -> bool:
         """Whether a step goes by the signs of the sum."""
         return votes(self.codec)
@@ -214,7 +219,7 @@ class Ps(Strategy):
         return [worker, server, *([read] if in_place else [])]
 
     def predict(self, profile: TaskProfile, machines: Machines) -> PredictedStep | None:
-        """In step, all push and pull at once, so that a server's link carries the shards of all workers.
+        """In step, all push and pull at once: a server's link carries the shards of all workers, or of all hosts.
 
         Otherwise each worker computes whole batches; together they cannot push more than the servers' links and
         optimizers get through.
@@ -238,7 +243,11 @@ class Ps(Strategy):
         # What one worker pushes to one shard, and pulls from it, and what it takes the shard's server.
         sizes = (pushed, pulled)
         if self.consistency.lockstep:
-            moved_s = sum(max(rate.seconds(size), workers * rate.seconds(size / shards)) for size in sizes)
+            # Between hosts, workers of one host push as one: they add up in memory, and copy what was fetched.
+            as_one = self.adds_up and machines.hosts > 1
+            ends = machines.hosts if as_one else workers
+            moved_s = sum(max(rate.seconds(size), ends * rate.seconds(size / shards)) for size in sizes)
+            moved_s += sum(map(machines.memory.seconds, sizes)) if ends < workers else 0.0
             return PredictedStep(
                 compute_s=profile.compute_s(workers),
                 exchange_s=moved_s + coded_s * (1 + workers / shards),

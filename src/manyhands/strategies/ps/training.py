@@ -181,6 +181,7 @@ class PsTraining(Training):
             strategy=replace(self._strategy, link="tcp"),
             security=process_group.security,
             listens_at=f"tcp:{address}:0" if address else "",
+            by_host=True,
         )
         return self._run(stage, job, self._request.workers + place.later, remote)
 
@@ -245,7 +246,11 @@ class PsTraining(Training):
             addresses = {"listens_at": listening_at(address), "reached_at": f"tcp:{address}"}
         strategy = replace(self._strategy, link="tcp")
         try:
-            line.end(take_part(line, self._job(strategy=strategy, security=member.security, **addresses)))
+            line.end(
+                take_part(
+                    line, self._job(strategy=strategy, security=member.security, by_host=True, **addresses)
+                )
+            )
         except BaseException as error:
             line.fail(error)
             raise

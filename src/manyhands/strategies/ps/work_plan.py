@@ -10,7 +10,7 @@ from __future__ import annotations
 from enum import IntEnum, auto
 
 from manyhands.strategies.ps.pending_steps import Decisions, ShardConfig, Steps
-from manyhands.strategies.ps.ps_messages import Assigned, Update, Work, WorkKind
+from manyhands.strategies.ps.ps_messages import Assigned, Push, Update, Work, WorkKind
 from manyhands.strategies.ps.slots import SlotRecord, SlotTable
 
 __all__ = ["Hold", "WorkPlan"]
@@ -113,6 +113,16 @@ class WorkPlan:
             work = Work(WorkKind.FINISHED, clock) if is_over else Work(_TRAIN, clock, batch, part, parts)
         self._placed[slot] = work
         return work
+
+    def has_place(self, push: Push) -> bool:
+        """Whether an update that is not settled has a place in this run.
+
+        One that was begun before a restore may have none, if the slots changed earlier this time: its slot ends before
+        it, or others have its batch. No read waited for it.
+        """
+        if push.clock >= self._table.record(push.slot).end:
+            return False
+        return not self._config.by_clock or self.place(push.slot, push.clock).kind is _TRAIN
 
     def outstanding_until(self, last: Update) -> int:
         """The clock below which a slot's updates will never be sent, as its worker left before update `last`.

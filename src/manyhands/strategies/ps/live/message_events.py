@@ -13,7 +13,7 @@ from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import NO_STEP, NOBODY, EventKind
 from manyhands.strategies.ps.live.worker_mail import message_number, wire_of_link
 from manyhands.strategies.ps.log_rows import StepRow
-from manyhands.strategies.ps.ps_messages import Parameters, Push, Read, ReadRows, RowValues
+from manyhands.strategies.ps.ps_messages import HostPush, Parameters, Push, Read, ReadRows, RowValues
 from manyhands.strategies.ps.strategy import Ps
 
 __all__ = ["ServerRecords"]
@@ -40,11 +40,13 @@ class ServerRecords:
     def began(self, message: object) -> int:
         now_ns = self._done_ns = time.monotonic_ns()
         self._received_ns = 0
-        if isinstance(message, _READING) and (isinstance(message, Read) or message.pulls):
-            self._asked_ns[message.slot, message.shard] = now_ns
+        for one in message.parts if isinstance(message, HostPush) else (message,):
+            if isinstance(one, _READING) and (isinstance(one, Read) or one.pulls):
+                self._asked_ns[one.slot, one.shard] = now_ns
         return now_ns
 
     def handled(self, message: object, begin_ns: int, num_bytes: int) -> None:
+        message = message.parts[0] if isinstance(message, HostPush) else message
         if isinstance(message, _WITH_PAYLOAD):
             self._ring.record(
                 EventKind.RECEIVE,

@@ -62,7 +62,7 @@ class Gradients:
         self._rooms: dict[tuple[int, int], memoryview] = {}  # of those buffers: what the last push filled
         self._slots: dict[int, int] = {}  # of the members that are known to have one
         self._newest: dict[tuple[int, int], int] = {}  # by slot and shard: whose push was taken last
-        self._held: dict[tuple[int, int, int], Contribution] = {}
+        self._held: dict[tuple[int, int, int], Contribution | None] = {}  # None within its carrier's
         self._fleeting: dict[tuple[int, int, int], bool] = {}  # held, copied if they outlive this message
 
     def add_area(self, member: int, segment: Segment) -> None:
@@ -129,9 +129,13 @@ class Gradients:
             known = self._as_received[of] = (buffer, whole)
         return known[1]
 
-    def keep(self, keep: Keep, contribution: Contribution) -> None:
+    def keep(self, keep: Keep, contribution: Contribution | None) -> None:
         """Hold a gradient until `take` or `drop`; `secure` copies what the message or its worker may overwrite."""
         key = (keep.shard, keep.slot, keep.clock)
+        if keep.carried:
+            self._held[key] = None
+            return
+        assert contribution is not None, "what is kept came with the message"
         self._held[key] = contribution
         if keep.copy or contribution.borrows:
             self._fleeting[key] = keep.copy
@@ -152,7 +156,8 @@ class Gradients:
                     self._held[key] = replace(held, rows=rows, borrows=False)
         self._fleeting.clear()
 
-    def take(self, shard: int, slot: int, clock: int) -> Contribution:
+    def take(self, shard: int, slot: int, clock: int) -> Contribution | None:
+        """A held gradient, which is not held any more; None if its carrier's has it."""
         return self._held.pop((shard, slot, clock))
 
     def drop(self, shard: int, slot: int, clock: int) -> None:
@@ -162,7 +167,9 @@ class Gradients:
         """The gradients held for a shard, by slot and clock, in the form that `replace` takes."""
         held = {}
         for (of, slot, clock), one in self._held.items():
-            if of == shard:
+            if of == shard and one is None:
+                held[slot, clock] = torch.empty(0, dtype=torch.uint8)
+            elif of == shard and one is not None:
                 rows = np.frombuffer(b"".join(self.tables.packed(one.rows)), np.uint8).copy()
                 held[slot, clock] = torch.cat([one.present, one.gradient.memory, torch.from_numpy(rows)])
         return held
@@ -170,6 +177,7 @@ class Gradients:
     def forwarded(self, push: Push) -> list[Any]:
         """The payload with which a held gradient is forwarded to a backup."""
         held = self._held[push.shard, push.slot, push.clock]
+        assert held is not None, "a carried push is never forwarded by itself"
         rows = self.tables.packed(held.rows)
         if push.member in self.areas:
             return rows
@@ -180,7 +188,7 @@ class Gradients:
         for key in [key for key in self._held if key[0] == shard]:
             del self._held[key]
         for (slot, clock), buffer in held.items():
-            self._held[shard, slot, clock] = self._contribution(buffer, shard)
+            self._held[shard, slot, clock] = self._contribution(buffer, shard) if buffer.numel() else None
 
     def lost(self, member: int) -> None:
         """Handle a disconnected member: release its memory if it never had a slot."""
@@ -217,7 +225,7 @@ class Gradients:
                 continue
             if area is not None:
                 begin, end = area.segment.address, area.segment.address + area.segment.num_bytes
-                if any(begin <= one.at[0] < end for one in self._held.values()):
+                if any(one is not None and begin <= one.at[0] < end for one in self._held.values()):
                     continue
                 del self.areas[old]
                 area.close()

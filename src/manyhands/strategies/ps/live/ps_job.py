@@ -20,7 +20,7 @@ from manyhands.places.local.control import RoleContext
 from manyhands.places.local.packed_job import load
 from manyhands.places.local.status import NOBODY, State
 from manyhands.strategies.common.tables.row_filters import require_filters
-from manyhands.strategies.ps import ps_messages
+from manyhands.strategies.ps import host_group, ps_messages
 from manyhands.strategies.ps.live.area import SharedParameters
 from manyhands.strategies.ps.live.server_tables import final_bytes, leave_tables
 from manyhands.strategies.ps.live.snapshots import ShardSnapshots
@@ -44,6 +44,7 @@ CODEC = MessageCoder(
         3: ps_messages.Read,
         4: ps_messages.Parameters,
         5: ps_messages.Push,
+        6: ps_messages.HostPush,
         7: ps_messages.Refused,
         8: ps_messages.Fenced,
         9: ps_messages.NotPrimary,
@@ -57,6 +58,12 @@ CODEC = MessageCoder(
         17: ps_messages.RowValues,
         18: ps_messages.RowsUnknown,
         19: ps_messages.CopyShard,
+        20: ps_messages.SendAlone,
+        21: host_group.Expects,
+        22: host_group.Offer,
+        23: host_group.SumSent,
+        24: host_group.Alone,
+        25: host_group.Fetched,
     }
 )
 
@@ -81,12 +88,18 @@ class Job:
     security: Security = field(default_factory=Security.loopback)  # what protects connections to other hosts
     listens_at: str = ""  # where a server listens, as the hub writes it; empty: wherever its link allows
     reached_at: str = ""  # the address at which others reach it, if different
+    by_host: bool = False  # whether workers of one host push as one, and fetch as one, where that is right
     taps: ClassVar[bool] = True  # whether a worker takes each gradient as soon as backward has it
 
     @property
     def confirms(self) -> bool:
         """Whether a push counts only once its worker has confirmed that every shard has it."""
         return self.shard_config().confirms
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether workers of one host form a group."""
+        return self.by_host and self.strategy.adds_up and not self.plan.task.sparse
 
     @property
     def averaging(self) -> Averaging | None:

@@ -92,6 +92,7 @@ class Launcher(RunLauncher[RunMembers]):
         self._addresses: dict[int, str] = {}
         self._servers: set[int] = set()  # that have joined
         self._workers: dict[int, int] = {}  # the process of each member that has a slot
+        self._ready: dict[int, reports.WorkerReady] = {}  # what they said, by member
         self._places: dict[int, int] = {}  # of the servers, by member
         self._left: dict[int, reports.LeftShard] = {}  # by shard: what its server said when it had left it
 
@@ -116,6 +117,7 @@ class Launcher(RunLauncher[RunMembers]):
                 self._keep(self._losses.add_evaluation(report, self._log.seconds))
             case reports.WorkerReady():
                 self._workers[member] = self._process_of(member)
+                self._ready[member] = report
                 self._log.tell("joined", member)
                 self._decide(MemberJoined(member=member))
             case reports.ServerListens(address=address):
@@ -151,7 +153,7 @@ class Launcher(RunLauncher[RunMembers]):
 
     def _bury(self, ended: Ended) -> None:
         member = self._numbers.get(ended.member, ended.member)
-        for table in (self._addresses, self._places, self._workers):
+        for table in (self._addresses, self._places, self._workers, self._ready):
             table.pop(member, None)
         self._servers.discard(member)
         super()._bury(ended)
@@ -214,7 +216,8 @@ class Launcher(RunLauncher[RunMembers]):
         shards, slots = [one._asdict() for one in view.shards], [one._asdict() for one in view.slots]
         self._log.view(view.epoch, shards, slots, sorted(members))
         roles = {member: self._roles[member] for member in self._places}
-        published = reports.ViewPublished(view=view, addresses=self._addresses, roles=roles)
+        workers = {member: ready for member, ready in self._ready.items() if ready.address}
+        published = reports.ViewPublished(view=view, addresses=self._addresses, roles=roles, workers=workers)
         # Workers first: one that lost its slot must hear of it before a server serves its successor.
         for process in [*self._workers.values(), *self._servers]:
             self._send(process, published)

@@ -35,9 +35,11 @@ __all__ = [
 # ── a member reports ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerReady:
-    """A worker is ready to train."""
+class WorkerReady(NamedTuple):
+    """A worker is ready to train; others of its host reach it at `address`, if they may share memory."""
+
+    host: str = ""
+    address: str = ""
 
 
 class ServerListens(NamedTuple):
@@ -133,11 +135,12 @@ REPORTS = TypedNotes(
 
 
 class ViewPublished(NamedTuple):
-    """A view, with its servers' addresses and their roles in events, by member."""
+    """A view, with its servers' addresses and their roles in events, and where workers are, by member."""
 
     view: View
     addresses: Mapping[int, str]
     roles: Mapping[int, int]
+    workers: Mapping[int, WorkerReady]
 
 
 class PlaceGiven(NamedTuple):

@@ -54,6 +54,7 @@ from manyhands.strategies.ps.ps_messages import (
     Forward,
     Forwarded,
     Hello,
+    HostPush,
     Install,
     Installed,
     Parameters,
@@ -63,6 +64,7 @@ from manyhands.strategies.ps.ps_messages import (
     Refused,
     RowsUnknown,
     RowValues,
+    SendAlone,
     View,
     Yield,
 )
@@ -75,7 +77,7 @@ from manyhands.transport.messages import ProtocolError
 __all__ = ["require_sense", "serve", "serve_with"]
 
 _LOOK_S = 0.2
-_FROM_WORKERS = (Push, Read, Hello, ReadRows, CopyShard)
+_FROM_WORKERS = (Push, HostPush, Read, Hello, ReadRows, CopyShard)
 _FROM_SERVERS = (Forward, Forwarded, Install, Yield, Chosen, ChosenKept)
 _NAMING_ROWS = (Push, ReadRows)
 _THREADS_FROM_BYTES = 1 << 20  # below this a second thread does not pay
@@ -106,6 +108,26 @@ def require_sense(message: Any, role: str, num_shards: int) -> None:
     ):
         raise ProtocolError("message", f"a server does not accept a {type(message).__name__} from a {role}")
     require_shard(message.shard, num_shards)
+    entry = message.entry if isinstance(message, Forward) else message
+    if isinstance(entry, HostPush):
+        _require_parts(entry)
+
+
+def _require_parts(group: HostPush) -> None:
+    """ProtocolError unless the parts are updates of several slots at one clock, and the first carries the others."""
+    [first, *others] = group.parts or (None,)
+    if first is None or not others or len({part.slot for part in group.parts}) < len(group.parts):
+        raise ProtocolError("parts", f"{len(group.parts)} parts; two or more of different slots are allowed")
+    for part in group.parts:
+        wanted = (group.shard, first.clock, False, -1 if part is first else first.slot)
+        if (part.shard, part.clock, part.skip, part.carrier) != wanted:
+            raise ProtocolError("parts", f"{part} does not belong into a sum that slot {first.slot} carries")
+
+
+def _carried(message: Any) -> Any:
+    """The push whose gradient comes with a message, if it is one."""
+    entry = message.entry if isinstance(message, Forward) else message
+    return entry.parts[0] if isinstance(entry, HostPush) else entry
 
 
 class _Server:
@@ -291,17 +313,17 @@ class _Server:
             if self._is_primary(message.shard):
                 self._keeping.leave_copy(*message)
             return
-        push = message.entry if isinstance(message, Forward) else message
+        push, is_pushed = _carried(message), isinstance(message, Push | HostPush)
         contribution: Contribution | None = None
         try:
             # Check fencing first: a member that lost its slot may have no memory here any more.
             if isinstance(push, Push):
                 if not push.skip and self._core.keeps(message):
-                    contribution = self._gradients.of(push, payload, by_worker=push is message)
+                    contribution = self._gradients.of(push, payload, by_worker=is_pushed)
                     if contribution is None:  # a worker's protocol error, or the end of this replica
                         sentence = f"the gradient of slot {push.slot}, clock {push.clock} is missing"
-                        raise ProtocolError("push", sentence) if message is push else ManyhandsError(sentence)
-                    if push is message and self._refuse(member, push, contribution):
+                        raise ProtocolError("push", sentence) if is_pushed else ManyhandsError(sentence)
+                    if is_pushed and self._refuse(member, message, contribution):
                         return
             elif isinstance(message, ReadRows):
                 self._asked = self._gradients.tables.asked(message.shard, payload, message.whole)
@@ -315,8 +337,8 @@ class _Server:
         if contribution is not None and isinstance(push, Push):
             self._gradients.taken(push)
 
-    def _refuse(self, member: int, push: Push, contribution: Contribution) -> bool:
-        """Refuse a non-finite gradient; the reason names the parameter."""
+    def _refuse(self, member: int, push: Push | HostPush, contribution: Contribution) -> bool:
+        """Refuse a non-finite gradient; the reason names the parameter. Of a sum, the parts are to come alone."""
         store = self._stores.by_shard.get(push.shard)
         try:
             bad = store.first_bad(contribution) if store is not None else None
@@ -324,18 +346,25 @@ class _Server:
             raise ProtocolError("rows", str(error)) from error
         if bad is None:
             return False
+        if isinstance(push, HostPush):
+            for part in push.parts:
+                self._send(part.member, SendAlone(part.shard, part.slot, part.clock))
+            return True
         reason = f"the gradient of {bad!r} is not finite"
         self._hub.send(member, Refused(shard=push.shard, slot=push.slot, clock=push.clock, reason=reason))
         return True
 
     def _destination(self, member: int, message: Any, num_bytes: int) -> memoryview | None:
         del member
-        push = message.entry if isinstance(message, Forward) else message
+        entry = message.entry if isinstance(message, Forward) else message
+        if isinstance(entry, HostPush):
+            _require_parts(entry)
+        push = _carried(message)
         if not isinstance(push, _NAMING_ROWS):
             return None
         require_shard(push.shard, self._layout.shards)
         if isinstance(push, Push):
-            return self._gradients.room_for(push, num_bytes, by_worker=push is message)
+            return self._gradients.room_for(push, num_bytes, by_worker=not isinstance(message, Forward))
         self._gradients.tables.check_capacity(push.shard, num_bytes)
         return None
 
@@ -353,7 +382,6 @@ class _Server:
                 case SendMessage(to=to, message=message):
                     self._send(to, message)
                 case Keep():
-                    assert gradient is not None, "what is kept came with the message"
                     self._gradients.keep(action, gradient)
                 case Ack():
                     pass  # the answer to the Read behind the push implies it
@@ -379,7 +407,8 @@ class _Server:
         contributions, staleness = [], self._staleness[shard]
         for update in updates:
             held = self._gradients.take(shard, update.slot, update.clock)
-            contributions.append(held if update.factor == 1 else replace(held, factor=update.factor))
+            if held is not None:  # else its carrier's gradient has it
+                contributions.append(held if update.factor == 1 else replace(held, factor=update.factor))
             staleness[update.staleness] += 1
         batches = 1 if len(updates) == 1 else len({update.batch for update in updates})
         self._stores.get(shard).apply(contributions, row.rate, batches, settings)
@@ -397,6 +426,8 @@ class _Server:
             case Installed() | Concluded():
                 self._report(message)
                 return
+            case Parameters(bare=True):
+                self._records.answered(message, 0)
             case Parameters(shard=shard):
                 payload, num_bytes = self._stores.deliver(self._hub, to, shard)
                 self._records.answered(message, num_bytes)
@@ -405,8 +436,8 @@ class _Server:
                     self._stores.get(shard), self._asked, to, has_all=self._hub.sent(to)
                 )
                 self._records.answered(message, sum(memoryview(one).nbytes for one in payload))
-            case Forward(entry=Push(skip=False) as push):
-                payload = self._gradients.forwarded(push)
+            case Forward(entry=Push(skip=False) | HostPush()):
+                payload = self._gradients.forwarded(_carried(message))
             case Install(shard=shard):
                 payload = pack_install(self._stores.get(shard).state(), self._keeping.waiting(shard))
         if to == self._member:  # after deaths, one server may serve several shards

@@ -10,11 +10,13 @@ import numpy as np
 
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import NOBODY, EventKind
+from manyhands.strategies.ps.live.area import AreaPart
 from manyhands.strategies.ps.live.ps_job import Job
 from manyhands.strategies.ps.live.shard_encoding import as_tensor
 from manyhands.strategies.ps.live.worker_state import WorkerState
 from manyhands.strategies.ps.ps_messages import (
     Fenced,
+    HostPush,
     Message,
     NotPrimary,
     Parameters,
@@ -24,6 +26,7 @@ from manyhands.strategies.ps.ps_messages import (
     Refused,
     RowsUnknown,
     RowValues,
+    SendAlone,
     Welcome,
 )
 from manyhands.strategies.ps.strategy import Ps
@@ -34,7 +37,7 @@ from manyhands.transport.messages import ProtocolError
 __all__ = ["WorkerMail", "message_number", "require_shard", "wire_of_link"]
 
 _MAX_NUMBER = 2**32 - 1
-_FOR_WORKERS = (Welcome, Parameters, RowValues, RowsUnknown, Refused, NotPrimary, Fenced)
+_FOR_WORKERS = (Welcome, Parameters, RowValues, RowsUnknown, Refused, SendAlone, NotPrimary, Fenced)
 _ABOUT_ROWS = (ReadRows, RowValues)
 _NUMBERED = (Push, ReadRows, Parameters, RowValues)
 
@@ -60,6 +63,7 @@ class WorkerMail:
 
     def __init__(self, hub: Hub, body: WorkerState, job: Job, ring: EventRing) -> None:
         self.roles: dict[int, int] = {}  # of servers in events, by member
+        self.sums: list[AreaPart] = []  # by shard: the gradients of this host, added up
         self._hub = hub
         self._body = body
         self._ring = ring
@@ -85,6 +89,7 @@ class WorkerMail:
             self.send(member, message)
 
     def record(self, kind: EventKind, now_ns: int, server: int, message: Any, num_bytes: int) -> None:
+        message = message.parts[0] if isinstance(message, HostPush) else message
         if isinstance(message, _NUMBERED):
             self._ring.record(
                 kind,
@@ -100,8 +105,8 @@ class WorkerMail:
     def _payload(self, to: int, message: Any) -> tuple[list[Any], int]:
         """The payload of a message to server `to`, and the number of bytes that move because of it."""
         body, rows, payload, num_bytes = self._body, [], [], 0
-        if isinstance(message, Push) and not message.skip:
-            part = body.parts[message.shard]
+        if isinstance(message, Push | HostPush) and not (isinstance(message, Push) and message.skip):
+            part = (self.sums if isinstance(message, HostPush) else body.parts)[message.shard]
             gradient = body.encoded[message.shard] if body.encoded else part.gradient.memory
             num_bytes = gradient.nbytes
             if self._is_inline:

@@ -7,7 +7,7 @@ deadline, and the error names the shards and servers that have not answered.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -24,16 +24,18 @@ from manyhands.observe.record.events import NOBODY, EventKind
 from manyhands.places.local.control import RoleContext
 from manyhands.places.local.status import State
 from manyhands.strategies.ps.actions import SendMessage
-from manyhands.strategies.ps.client_core import ClientAction, ClientCore, Compute, Flush, Leave, Reason, Wait
+from manyhands.strategies.ps.client_core import ClientCore, Compute, Flush, Leave, Pool, Reason, Wait
 from manyhands.strategies.ps.digests import gradient_hash
+from manyhands.strategies.ps.host_group import Begin, GroupMessage
 from manyhands.strategies.ps.live import reports
+from manyhands.strategies.ps.live.host_workers import HostWorkers, WorkerAction
 from manyhands.strategies.ps.live.ps_job import Job, MemberContext, MemberResources
 from manyhands.strategies.ps.live.worker_mail import WorkerMail, wire_of_link
 from manyhands.strategies.ps.live.worker_state import WorkerState
 from manyhands.strategies.ps.ps_messages import Parameters, RowsUnknown, RowValues, View, Welcome, Work
 from manyhands.strategies.ps.update_files import ComputedRow
 from manyhands.transport.hub.hub import Hub
-from manyhands.transport.hub.hub_events import Arrived, Joined, Lost, Ready
+from manyhands.transport.hub.hub_events import Arrived, Joined, Lost, Ready, Shared
 from manyhands.transport.link.wire import Wire
 from manyhands.transport.messages import ProtocolError
 
@@ -64,7 +66,8 @@ def work_with(context: MemberContext, resources: MemberResources, slot: int) -> 
         member = context.rank
         while True:
             with closing(SlotSession(context, job, body, ring, slot, member)) as session:
-                context.send(reports.REPORTS.write(reports.WorkerReady()))
+                ready = session.near.ready if session.near is not None else reports.WorkerReady()
+                context.send(reports.REPORTS.write(ready))
                 left = session.run()
             if left.reason is Reason.REFUSED:
                 raise NonFinite(left.sentence)
@@ -110,6 +113,9 @@ class SlotSession:
         self._hub: Hub = job.hub(member, "worker", destination=self._destination)
         self._hub.register(context.control_fileno())
         self._mail = WorkerMail(self._hub, body, job, ring)
+        self.near: HostWorkers | None = None  # the other workers of this host, where they push as one
+        if job.adds_up:
+            self.near = HostWorkers(self._core, self._hub, body, self._mail, confirms=job.confirms)
         self._dialled: set[int] = set()
         self._unreached: dict[int, str] = {}  # by member of the view: why it is not connected
         self._again: list[int] = []
@@ -134,6 +140,8 @@ class SlotSession:
         self._hub.unregister(self._context.control_fileno())
         self._hub.flush(_LOOK_S)
         self._hub.close()
+        if self.near is not None:
+            self.near.close()
 
     def run(self) -> Leave:
         self._pushed_ns = self._heard_ns = time.monotonic_ns()
@@ -161,7 +169,7 @@ class SlotSession:
             # suspended between its pushes and has lost its slot since learns it here, and its successor decides.
             self._flushing = False
             self._attend()
-            self._do(self._core.flushed())
+            self._do(self._core.flushed() if self.near is None else self.near.flushed())
 
     def _attend(self) -> None:
         """Execute the launcher's orders; called only when there are some, as it costs as much as a small message."""
@@ -179,6 +187,8 @@ class SlotSession:
                 if member not in self._dialled:
                     self._dialled.add(member)
                     self._hub.connect(member, address)
+            if self.near is not None:
+                self._do(self.near.view(order.view, order.workers))
             self._do(self._core.view(order.view))
         if self._context.stopping:
             raise Aborted("the launcher asked to stop")
@@ -196,6 +206,13 @@ class SlotSession:
                         self._notice(f"{self._context.name} ended its connection to member {member}: {error}")
                     if event.lender is not None:
                         event.release()
+                case Joined(member=member, role="worker") if self.near is not None:
+                    self.near.joined(member)
+                case Shared(member=member, tag=tag, segment=segment) if self.near is not None:
+                    try:
+                        self._do(self.near.shared(member, tag, segment))
+                    except ProtocolError as error:
+                        self._hub.disconnect(member, str(error))
                 case Joined(member=member):
                     self._unreached.pop(member, None)
                     if self._job.strategy.link == "shared":
@@ -205,12 +222,16 @@ class SlotSession:
                     self._dialled.discard(member)
                     self._unreached[member] = reason
                     self._body.tables.forget(member)
+                    if self.near is not None:
+                        self._do(self.near.lost(member))
                 case Ready():
                     self._attend()
         if self._again:
             again, self._again = self._again, []
             for shard in again:
                 self._do(self._core.again(shard))
+        if self.near is not None:
+            self._do(self.near.expects())
         waited_ns = time.monotonic_ns() - self._heard_ns
         if waited_ns >= LONG_WAIT_NS:
             self._wait_long(waited_ns / 1e9)
@@ -230,7 +251,10 @@ class SlotSession:
             put_up(sign_address(), primary, self._heard_ns)
             self._shows_wait = True
         if waited_s > self._job.timeout_s:
-            shards = ", ".join(f"shard {shard}" for shard in awaited)
+            shards = ", ".join(
+                [f"shard {shard}" for shard in awaited]
+                + [f"member {one}, of this host" for one in (self.near.waits_for if self.near else ())]
+            )
             why = "".join(f"; member {member}: {reason}" for member, reason in self._unreached.items())
             raise PeerTimeout(
                 f"worker {self._core.slot} has waited {waited_s:.0f} s for {shards or 'its work'}{why}",
@@ -239,6 +263,9 @@ class SlotSession:
 
     def _hear(self, event: Arrived) -> None:
         member, message, payload = event.member, event.message, event.payload
+        if self.near is not None and isinstance(message, GroupMessage):
+            self._do(self.near.hear(message, member))
+            return
         self._mail.require_known(message)
         self._mail.record(EventKind.RECEIVE, time.monotonic_ns(), member, message, payload.nbytes)
         match message:
@@ -258,13 +285,20 @@ class SlotSession:
     def _report(self, message: Any) -> None:
         self._context.send(reports.REPORTS.write(message))
 
-    def _do(self, actions: list[ClientAction]) -> None:
+    def _do(self, actions: Sequence[WorkerAction]) -> None:
         for action in actions:
             match action:
                 case SendMessage(to=to, message=message):
                     self._mail.send(to, message)
+                case Compute() if self.near is not None:
+                    self._do(self.near.computes(action))
                 case Compute():
                     self._computing = action
+                case Begin(compute=compute):
+                    self._computing = compute
+                case Pool(pushes=pushes):
+                    assert self.near is not None, "nothing is pooled without a group"
+                    self._do(self.near.offers(pushes))
                 case Flush():
                     self._flushing = True
                 case Wait(shard=shard):
@@ -273,6 +307,8 @@ class SlotSession:
                     self._left = action
 
     def _destination(self, member: int, message: Any, num_bytes: int) -> memoryview | None:
+        if self.near is not None and isinstance(message, GroupMessage):
+            return None
         self._mail.require_known(message)
         is_awaited = isinstance(message, Parameters) and self._core.awaits(message, member)
         return self._mail.receive_buffer(message, num_bytes, is_awaited=is_awaited)
@@ -342,7 +378,12 @@ class SlotSession:
         self._begin_wait(now_ns)
         if self._body.recorder.log is not None and not skip:
             self._record(compute)
-        self._do(self._core.computed(weight=share, skip=skip, settings=settings))
+        if self.near is not None:
+            self._listen(0.0)  # what the workers of this host have said meanwhile
+        pools = not skip and self.near is not None and not self.near.is_alone
+        self._do(self._core.computed(weight=share, skip=skip, settings=settings, pools=pools))
+        if self.near is not None:
+            self._do(self.near.expects())
 
     def _notice(self, sentence: str | None) -> None:
         if sentence is not None:

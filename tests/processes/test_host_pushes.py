@@ -1,0 +1,105 @@
+"""`ps` between hosts: the workers of one host push and fetch as one, and alone where one of them is lost."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import manyhands as mh
+import near_script
+from equality import distance
+from hosts import Hosts, two_hosts
+from manyhands.strategies.ps.audit import Verdict, audit_run
+from manyhands.strategies.ps.log_rows import StepRow
+from manyhands.strategies.ps.replay import replay
+from manyhands.strategies.ps.update_files import read_logs
+from placed_script import STEPS, options, task
+
+__all__ = ["two_hosts"]
+
+SCRIPT = Path(near_script.__file__)
+HOST_OF = (0, 0, 0, 1, 1)  # by rank: the server, then two workers on each host
+PATIENCE_S = 300.0
+SERVERS = {"ps": 1, "ps servers=2": 2}
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def run_all(hosts: Hosts, strategy: str, folder: Path, killed: int = -1) -> None:
+    """Run to the end; the process that is killed is started once more, as whoever started it would."""
+    places = {"MASTER_ADDR": hosts.address(0), "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
+    hosted = (0,) * (SERVERS[strategy] - 1) + HOST_OF
+    variables = {**os.environ, **places, "WORLD_SIZE": str(len(hosted))}
+
+    def start(rank: int) -> subprocess.Popen[bytes]:
+        words = [sys.executable, SCRIPT, folder, strategy, killed]
+        command = [*hosts.inside(hosted[rank]), *map(str, words)]
+        with (folder / f"said-{rank}").open("ab") as said:
+            # Not forked warm: the leader's child would be of the template's host.
+            return subprocess.Popen(command, stdout=said, stderr=said, env={**variables, "RANK": str(rank)})
+
+    processes = {rank: start(rank) for rank in range(len(hosted))}
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        if killed >= 0:
+            assert processes[killed].wait(timeout=PATIENCE_S) == -9
+            processes[killed] = start(killed)
+        for rank, process in processes.items():
+            code = process.wait(timeout=max(1.0, deadline - time.monotonic()))
+            assert code == 0, (rank, (folder / f"said-{rank}").read_text())
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait(timeout=240)
+
+
+def check(strategy: str, folder: Path) -> list[StepRow]:
+    """The weights are those of one process, and the record holds; the steps of every shard."""
+    one = mh.fit(task(), "ps", workers=1, steps=STEPS, options=options())
+    ended = torch.load(folder / "weights.pt")
+    assert distance(ended, one.model.state_dict()) < 1e-9
+    found = audit_run(folder / "run")
+    assert found.found.verdict is Verdict.COMPLETE, found
+    again = replay(folder / "run", task())
+    assert again.first_difference is None
+    assert again.same_bytes, again
+    logs = read_logs(folder / "run")
+    return [
+        row for files in logs.files.values() for rows in files for row in rows if isinstance(row, StepRow)
+    ]
+
+
+@pytest.mark.parametrize("strategy", list(SERVERS))
+def test_two_hosts_push_once_each_and_end_with_the_weights_of_one_process(
+    strategy: str, two_hosts: Hosts, tmp_path: Path
+) -> None:
+    run_all(two_hosts, strategy, tmp_path)
+    steps = check(strategy, tmp_path)
+    assert len(steps) == STEPS * SERVERS[strategy]
+    for row in steps:  # while the workers of a host still connect to each other, each pushes alone
+        found = [update.carrier for update in row.updates]
+        assert found == [-1, 0, -1, 2] or row.version <= 2, row
+
+
+@pytest.mark.parametrize("killed", [3, 4])
+def test_a_killed_worker_of_a_host_is_replaced_and_the_others_go_on(
+    killed: int, two_hosts: Hosts, tmp_path: Path
+) -> None:
+    """Once the one that sends for its host, and once another."""
+    strategy = "ps servers=2"
+    run_all(two_hosts, strategy, tmp_path, killed=killed + 1)
+    steps = check(strategy, tmp_path)
+    carriers = {tuple(update.carrier for update in row.updates) for row in steps}
+    assert (-1, 0, -1, 2) in carriers
+    assert any(found[2:] == (-1, -1) for found in carriers), "the step of the death was pushed alone"
