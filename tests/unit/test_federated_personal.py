@@ -46,6 +46,10 @@ def weights_of(played: Played) -> list[Tensor]:
     return [one.detach() for one in played.model.parameters()]
 
 
+def own_model(played: Played, client: int) -> list[Tensor]:
+    return list(dict(played.exchange.personal_models([client]))[client])
+
+
 def descend(
     begin: list[Tensor], data: tuple[Tensor, Tensor], epochs: int, near: list[Tensor], hold: float
 ) -> list[Tensor]:
@@ -84,7 +88,7 @@ def test_ditto_is_fedavg_and_each_clients_own_loop_beside_it() -> None:
     same(weights_of(ditto), common)
     same(weights_of(ditto), weights_of(play_rounds(task(), f"{words}fedavg", 3)), within=0)
     for client, mine in enumerate(own):
-        same(ditto.exchange.personal(client), mine)
+        same(own_model(ditto, client), mine)
     assert ditto.traffic.bytes_sent == 3 * 4 * (6 + 2 + 2 + 1) * 8, "nothing of its own is sent"
 
 
@@ -103,7 +107,7 @@ def test_layers_that_are_kept_are_each_clients_own() -> None:
     same(weights_of(kept), first)
     same(weights_of(kept)[2:], begun()[2:], within=0)
     for client, mine in enumerate(own):
-        same(kept.exchange.personal(client), [*first[:2], *mine[2:]])
+        same(own_model(kept, client), [*first[:2], *mine[2:]])
     assert kept.traffic.bytes_sent == 3 * 4 * (6 + 2) * 8, "the second layer is not sent"
 
 
@@ -118,8 +122,8 @@ def test_kept_layers_go_with_other_algorithms(algorithm: str) -> None:
         assert torch.equal(weights_of(whole)[at], begun()[at])
         assert not torch.allclose(weights_of(whole)[at - 1], begun()[at - 1])
     for client in range(4):
-        same(whole.exchange.personal(client), parts.exchange.personal(client), within=0)
-    biases = {round(float(whole.exchange.personal(client)[3]), 9) for client in range(4)}
+        same(own_model(whole, client), own_model(parts, client), within=0)
+    biases = {round(float(own_model(whole, client)[3]), 9) for client in range(4)}
     assert len(biases) == 4
 
 
@@ -131,7 +135,7 @@ def test_clients_that_are_trained_at_once_keep_what_is_their_own(words: str) -> 
     apart, together = (play_rounds(task(), f"{words} together={count}", 3) for count in (1, 4))
     same(weights_of(apart), weights_of(together))
     for client in range(4):
-        same(apart.exchange.personal(client), together.exchange.personal(client))
+        same(own_model(apart, client), own_model(together, client))
 
 
 def test_names_are_found_by_tensor_and_by_module() -> None:
@@ -153,7 +157,7 @@ def test_a_resumed_run_has_every_clients_own(algorithm: str) -> None:
     parts = play_rounds(task(), words, 3, after=play_rounds(task(), words, 3))
     same(weights_of(whole), weights_of(parts), within=0)
     for client in range(4):
-        same(whole.exchange.personal(client), parts.exchange.personal(client), within=0)
+        same(own_model(whole, client), own_model(parts, client), within=0)
 
 
 def update(client: int, number: int) -> ClientUpdate:
@@ -311,13 +315,13 @@ def test_fine_tuning_is_a_setting_that_is_measured_beside_the_common_model() -> 
     same(weights_of(tuned), weights_of(plain), within=0)
     common, own = [], []
     for client, data in enumerate(PARTIES.values()):
-        mine = list(plain.exchange.personal(client))
+        mine = list(own_model(plain, client))
         common.append(error_of(weights_of(plain), data))
         own.append(error_of(descend(mine, data, 3, mine, 0.0), data))
     assert reported_errors(tuned, "measured") == pytest.approx(own, rel=1e-9)
     assert reported_errors(tuned, "measured_common") == pytest.approx(common, rel=1e-9)
     for client in range(4):  # what a client keeps from round to round is as it was
-        same(tuned.exchange.personal(client), plain.exchange.personal(client), within=0)
+        same(own_model(tuned, client), own_model(plain, client), within=0)
     assert "measured_common" not in play_rounds(task(), "federated partition=natural", 1).exchange.summary()
 
 
@@ -378,6 +382,6 @@ def test_what_clients_had_kept_is_read_from_a_checkpoint() -> None:
     ditto = play_rounds(task(), "federated partition=natural batch=all algorithm=ditto", 2)
     models = models_kept(ditto.exchange.kept.gather())
     for client in range(4):
-        same(models[client], ditto.exchange.personal(client), within=0)
+        same(models[client], own_model(ditto, client), within=0)
     heads = play_rounds(task(), "federated partition=natural batch=all keep=1", 2)
     assert [one.shape for one in models_kept(heads.exchange.kept.gather(), "layers")[2]] == [(1, 2), (1,)]

@@ -294,11 +294,10 @@ class FederatedExchange(Exchange):
         mean = [one.to(mine.dtype) for one, mine in zip(self._algorithm.mean(found), like, strict=True)]
         self._algorithm.step(self._weights, mean)
 
-    def personal(self, client: int) -> Tensors:
-        return self._algorithm.layers.put(client, self._algorithm.personal(client, self._weights))
-
-    def _personal_models(self, mine: list[int]) -> Tuned:
-        return ((client, self.personal(client)) for client in mine)
+    def personal_models(self, mine: Sequence[int]) -> Tuned:
+        """Each of these clients and its own model."""
+        algorithm, weights = self._algorithm, self._weights
+        return ((one, algorithm.layers.put(one, algorithm.personal(one, weights))) for one in mine)
 
     def optimizer_state(self) -> dict[str, Any] | None:
         return self._optimizer.state_dict() if self.rank == 0 else None
@@ -358,7 +357,7 @@ class FederatedExchange(Exchange):
             evaluated, epochs = self._evaluation, self._tuning_epochs
 
             def own_models(mine: list[int]) -> Tuned:
-                models = self._personal_models(mine)
+                models = self.personal_models(mine)
                 if not epochs:
                     return models
                 settings = replace(self._work, epochs=epochs), self._optimizer, self._seed
@@ -384,7 +383,7 @@ class FederatedExchange(Exchange):
             require_finite(found[0], self._round, self._norms.describe(who))
         self._spread = {}
         if found is not None and self._evaluation is not None and not self._strategy.noise:
-            self._spread = self._evaluation.spread(self._personal_models, self.total)
+            self._spread = self._evaluation.spread(self.personal_models, self.total)
         return found
 
     def evaluation_facts(self) -> Mapping[str, Any]:
