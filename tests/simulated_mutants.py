@@ -195,7 +195,7 @@ GUARDS = {
     ),
     "gullible": Mutant(
         "lets any Read confirm the push that is held",
-        patch=(ShardPrimary, "_take_read", "push.clock < clock and self._is_open(push)", "True"),
+        patch=(ShardPrimary, "_confirm", "push.clock < clock and self._is_open(push)", "True"),
         draw=severed,
     ),
     "unread": Mutant(
@@ -251,12 +251,7 @@ UNSEEN = {
     ),
     "homeless": Mutant(
         "counts an update that has no place in this run",
-        patch=(
-            ShardCore,
-            "_push",
-            "self.config.by_clock and self.work.place(slot, clock).kind is not _TRAIN",
-            "False",
-        ),
+        patch=(ShardCore, "_push", "self.work.has_place(push)", "True"),
         unit_test=(
             "test_server_core.py",
             "test_an_update_whose_batch_the_slots_of_this_run_have_taken_counts_for_nothing",
