@@ -71,6 +71,8 @@ def equal(directory: Path) -> None:
     for strategy in EQUAL:
         run = mh.fit(task(), strategy, steps=STEPS, options=options())
         say("equal", strategy.replace(" ", "-"), digest(run), len(run.history), run.path)
+        if strategy.startswith("local"):
+            torch.save(run.model.state_dict(), directory / f"local-{RANK}.pt")
     out = directory / f"rank-{RANK}"  # no file system in common
     mh.fit(task(), "allreduce", steps=STEPS // 2, out=out, options=options())
     run = mh.fit(task(), "allreduce", steps=STEPS, out=out, resume=True, options=options())

@@ -268,7 +268,9 @@ def test_what_all_codecs_keep_is_on_worker_0_alone() -> None:
 @pytest.mark.parametrize("count", [-1, 2**24, 2**62])
 def test_a_worker_that_says_it_keeps_what_it_cannot_is_named(count: int) -> None:
     said_to_keep[1] = count
-    with pytest.raises(ManyhandsError, match=rf"worker 1 reports {count} bytes of its own state; at most \d+ "):
+    with pytest.raises(
+        ManyhandsError, match=rf"worker 1 reports {count} bytes of its own state; at most \d+ "
+    ):
         kept_of([ScheduleCollective, Boasting])
 
 

@@ -178,6 +178,12 @@ class Channel:
         return True
 
 
+class Sender(Protocol):
+    """What notes are sent through."""
+
+    def send(self, payload: Mapping[str, Any]) -> None: ...
+
+
 class TypedNotes:
     """The types of message that one side of a run may send the other in notes.
 
@@ -191,6 +197,9 @@ class TypedNotes:
     def write(self, message: Any) -> dict[str, Any]:
         _, body = self._coder.encode(message)
         return {"kind": type(message).__name__, "body": body.hex()}
+
+    def send(self, context: Sender, message: Any) -> None:
+        context.send(self.write(message))
 
     def read(self, payload: Mapping[str, Any]) -> Any:
         number = self._numbers.get(str(payload.get("kind")))

@@ -62,7 +62,7 @@ class MemberLine:
         self._thread.start()
 
     def tell(self, report: Any) -> None:
-        self._context.send(REPORTS.write(report))
+        REPORTS.send(self._context, report)
 
     @property
     def departs(self) -> bool:

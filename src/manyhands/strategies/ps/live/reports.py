@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from manyhands.places.local.control import TypedNotes
 from manyhands.strategies.ps.client_core import Reason
-from manyhands.strategies.ps.live.ps_job import MemberContext
 from manyhands.strategies.ps.ps_messages import Concluded, Installed, View
 
 __all__ = [
@@ -31,7 +30,6 @@ __all__ = [
     "ViewPublished",
     "WorkerLeft",
     "WorkerReady",
-    "report",
 ]
 
 # ── a member reports ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -209,8 +207,3 @@ class LossBook:
             "seconds": max(one.seconds for one in ordered),
             "at_s": at_s,
         }
-
-
-def report(context: MemberContext, message: object) -> None:
-    """Send one to the launcher."""
-    context.send(REPORTS.write(message))

@@ -111,7 +111,7 @@ class LoopSession(SlotSession):
             book.compute(now_ns)
             book.end(now_ns, 0)
         took_s = (now_ns - self._begun_ns) / 1e9
-        reports.report(self._context, reports.StepComputed(*work[1:], 0.0, weight, took_s))
+        reports.REPORTS.send(self._context, reports.StepComputed(*work[1:], 0.0, weight, took_s))
         self._push(compute, weight, skip=skip, settings=settings)
 
     def read_again(self) -> None:
@@ -200,7 +200,7 @@ class ServedLoop(LoopEnd):
         self._attached = True
         ring: Any = worker_context  # all that a session wants of a ring is to record
         self._session = LoopSession(self._context, job, self._body, ring, self._slot, self._context.rank)
-        reports.report(self._context, reports.WorkerReady())
+        reports.REPORTS.send(self._context, reports.WorkerReady())
         self._session.attend()
         self._wait_for_work()
 
@@ -291,7 +291,7 @@ class ServedLoop(LoopEnd):
             self.skip()
 
     def finish(self) -> None:
-        reports.report(self._context, reports.WorkerLeft(reason=Reason.FINISHED))
+        reports.REPORTS.send(self._context, reports.WorkerLeft(reason=Reason.FINISHED))
         body = self._body
         counts = {name: getattr(body, name) for name in ("messages_sent", "bytes_sent", "samples")}
         counts["recorded"] = body.recorder.kept

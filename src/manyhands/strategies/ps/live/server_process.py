@@ -190,7 +190,7 @@ class _Server:
     def run(self) -> Mapping[str, Any]:
         anywhere = "unix" if self._job.strategy.link == "shared" else "tcp"
         address = self._hub.listen(self._job.listens_at or anywhere)
-        reports.report(self._context, reports.ServerListens(address=self._job.reached_at or address))
+        reports.REPORTS.send(self._context, reports.ServerListens(address=self._job.reached_at or address))
         self._context.mark(0, State.SERVING)
         self._attend()
         while not self._finished:
@@ -424,7 +424,7 @@ class _Server:
         payload: list[Any] = []
         match message:
             case Installed() | Concluded():
-                reports.report(self._context, message)
+                reports.REPORTS.send(self._context, message)
                 return
             case Parameters(bare=True):
                 self._records.answered(message, 0)
@@ -473,7 +473,9 @@ class _Server:
     def _note(self, sentence: str | None, *, ends_recording: bool = False) -> None:
         """Have the launcher show the user a notice, if there is one."""
         if sentence is not None:
-            reports.report(self._context, reports.Notice(sentence=sentence, ends_recording=ends_recording))
+            reports.REPORTS.send(
+                self._context, reports.Notice(sentence=sentence, ends_recording=ends_recording)
+            )
 
     def _leave(self, wanted: Collection[int]) -> None:
         """Hand over the parameters of those shards that this server serves to the launcher, and report it."""
@@ -481,4 +483,4 @@ class _Server:
             if self._is_primary(shard):
                 self._keeping.save(shard)
         shards = self._stores.leave(self._leave_shard, wanted, self._staleness)
-        reports.report(self._context, reports.ShardsLeft(shards=tuple(shards)))
+        reports.REPORTS.send(self._context, reports.ShardsLeft(shards=tuple(shards)))

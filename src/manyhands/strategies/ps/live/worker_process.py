@@ -67,13 +67,13 @@ def work_with(context: MemberContext, resources: MemberResources, slot: int) -> 
         while True:
             with closing(SlotSession(context, job, body, ring, slot, member)) as session:
                 ready = session.near.ready if session.near is not None else reports.WorkerReady()
-                reports.report(context, ready)
+                reports.REPORTS.send(context, ready)
                 left = session.run()
             if left.reason is Reason.REFUSED:
                 raise NonFinite(left.sentence)
             if left.reason is not Reason.FENCED:
                 break
-            reports.report(context, reports.PlaceLost(sentence=left.sentence))
+            reports.REPORTS.send(context, reports.PlaceLost(sentence=left.sentence))
             place = body.await_place(member)
             if place is None:
                 break
@@ -81,7 +81,7 @@ def work_with(context: MemberContext, resources: MemberResources, slot: int) -> 
             body.begin_anew()
         if left.reason is Reason.FINISHED:
             body.leave_buffers()
-        reports.report(context, reports.WorkerLeft(reason=left.reason))
+        reports.REPORTS.send(context, reports.WorkerLeft(reason=left.reason))
         ring.record(EventKind.LEAVE, time.monotonic_ns())
         context.mark(context.step, State.FINISHED)
         return {
@@ -280,7 +280,7 @@ class SlotSession:
                 self._body.tables.forgotten(names)
         self._do(self._core.handle(message, member))
         if isinstance(message, Welcome) and self._core.welcomed_epoch is not None:
-            reports.report(self._context, reports.ShardsWelcomed(epoch=self._core.welcomed_epoch))
+            reports.REPORTS.send(self._context, reports.ShardsWelcomed(epoch=self._core.welcomed_epoch))
 
     def _do(self, actions: Sequence[WorkerAction]) -> None:
         for action in actions:
@@ -360,7 +360,7 @@ class SlotSession:
         book.at_ns = begun
         book.compute(computed)
         book.end(computed, done.samples, done.loss)
-        reports.report(
+        reports.REPORTS.send(
             self._context,
             reports.StepComputed(*work[1:], done.loss, done.share, (computed - begin) / 1e9)
             if bad is None
@@ -385,7 +385,7 @@ class SlotSession:
 
     def _notice(self, sentence: str | None) -> None:
         if sentence is not None:
-            reports.report(self._context, reports.Notice(sentence=sentence))
+            reports.REPORTS.send(self._context, reports.Notice(sentence=sentence))
 
     def _record(self, compute: Compute) -> None:
         body, core = self._body, self._core
@@ -396,7 +396,7 @@ class SlotSession:
         name = (self._context.rank, core.slot, core.member, *compute.work[1:])
         failure = body.recorder.write(ComputedRow(*name, compute.versions, core.rows_versions, hashes))
         if failure is not None:
-            reports.report(self._context, reports.Notice(sentence=failure, ends_recording=True))
+            reports.REPORTS.send(self._context, reports.Notice(sentence=failure, ends_recording=True))
 
     def _read_batch(self, batch: Any) -> None:
         book = StepBook(self._ring.record, self._context.step - 1, time.monotonic_ns())
@@ -457,4 +457,4 @@ class SlotSession:
             self._ring.record(
                 EventKind.EVALUATE, begin, time.monotonic_ns() - begin, step=work.batch - 1, count=samples
             )
-            reports.report(self._context, reports.Evaluated(step=work.batch, metrics=metrics))
+            reports.REPORTS.send(self._context, reports.Evaluated(step=work.batch, metrics=metrics))
