@@ -24,6 +24,7 @@ import torch
 import manyhands as mh
 from cables import inside, on_the_cable, places, run_ranks, two_regions
 from manyhands.workloads.tasks.language import LanguageOptions, language
+from render_links import geo_rows
 from results_read import data_file
 
 RESULT = Path(__file__).parent / "results" / "geo.json"
@@ -91,30 +92,6 @@ def measure(way: str, steps: int) -> dict[str, Any]:
     return found
 
 
-def table(result: dict[str, Any]) -> list[list[str]]:
-    """Each way: what a region put on the cable, how long it took, and its loss."""
-    ways = result["ways"]
-    target = max(one["curve"][-1][2] for one in ways.values())
-    rows = [
-        ["way", "strategy", "sent by a region", "a step", f"to a loss of {target:.3f}", "loss at the end"]
-    ]
-    for way, one in ways.items():
-        (warm, warm_s, _), *_, (steps, seconds, loss) = one["curve"]
-        step_s = (seconds - warm_s) / (steps - warm)
-        reached = next(point for point in one["curve"] if point[2] <= target)
-        rows.append(
-            [
-                way,
-                f"`{one['strategy']}`",
-                f"{one['cable_bytes'] / 1e6:.1f} MB",
-                f"{1e3 * step_s:.0f} ms",
-                f"{reached[1] - warm_s + warm * step_s:.1f} s",
-                f"{loss:.4f}",
-            ]
-        )
-    return rows
-
-
 def main() -> None:
     """Measure what is missing, and keep it after each."""
     reader = argparse.ArgumentParser(description=__doc__)
@@ -146,7 +123,7 @@ def main() -> None:
             RESULT.write_text(json.dumps(result, indent=1) + "\n")
     result["ways"] = {way: result["ways"][way] for way in WAYS if way in result["ways"]}
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    for row in table(result):
+    for row in geo_rows(result):
         print(" | ".join(row))
 
 

@@ -89,7 +89,8 @@ class Meter:
         self.readings.append(on_the_cable()[0])
 
     def bytes_per_step(self) -> float:
-        return (self.readings[STEPS - 1] - self.readings[WARM]) / (STEPS - 1 - WARM)
+        counted = self.readings[WARM - STEPS :]  # before the first step, the loss is tried on parts of a batch
+        return (counted[-1] - counted[0]) / (len(counted) - 1)
 
 
 def train_ours(strategy: str, meter: Meter) -> list[float]:

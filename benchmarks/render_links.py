@@ -130,3 +130,38 @@ def ray_actor() -> str:
         f"rounds, Ray {result['ray']}, load {result['load_before']:.1f} when it began."
     )
     return f"{about}\n\n{markdown(table)}"
+
+
+def geo() -> str:
+    """Between two regions: each way's bytes, times and losses."""
+    result = load("geo")
+    away_ms = 1e3 * 2 * result["delay_s"]
+    about = (
+        f"**{result['regions']} regions, {away_ms:.0f} ms there and back, {result['rate']}**: a worker in each, on "
+        f"{result['cores']} cores, {result['steps']} steps, one run each, {result['text']}."
+    )
+    return f"{about}\n\n{markdown(geo_rows(result))}"
+
+
+def geo_rows(result: dict[str, Any]) -> list[list[str]]:
+    """Each way: what a region put on the cable, how long it took, and its loss."""
+    ways = result["ways"]
+    target = max(one["curve"][-1][2] for one in ways.values())
+    rows = [
+        ["way", "strategy", "sent by a region", "a step", f"to a loss of {target:.3f}", "loss at the end"]
+    ]
+    for way, one in ways.items():
+        (warm, warm_s, _), *_, (steps, seconds, loss) = one["curve"]
+        step_s = (seconds - warm_s) / (steps - warm)
+        reached = next(point for point in one["curve"] if point[2] <= target)
+        rows.append(
+            [
+                way,
+                f"`{one['strategy']}`",
+                f"{one['cable_bytes'] / 1e6:.1f} MB",
+                f"{1e3 * step_s:.0f} ms",
+                f"{reached[1] - warm_s + warm * step_s:.1f} s",
+                f"{loss:.4f}",
+            ]
+        )
+    return rows
