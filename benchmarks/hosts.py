@@ -89,7 +89,8 @@ class Meter:
         self.readings.append(on_the_cable()[0])
 
     def bytes_per_step(self) -> float:
-        counted = self.readings[WARM - STEPS :]  # before the first step, the loss is tried on parts of a batch
+        # Not the first readings: before the first step, the loss is tried on parts of a batch.
+        counted = self.readings[WARM - STEPS :]
         return (counted[-1] - counted[0]) / (len(counted) - 1)
 
 
