@@ -8,14 +8,16 @@ kernel would zero each: for a perceptron of 25 million weights, forward and back
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 __all__ = ["freed_memory_kept", "keep_freed_memory"]
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # from malloc.h
 _NEVER = -1
-_USUAL_TRIM, _USUAL_MMAPS = 128 << 10, 65_536  # what malloc begins with
+# Once told anything, malloc does not learn from the sizes that are freed any more. These are what it would have learned
+# from large ones; with what it begins with (128 KiB), every large tensor would be faulted in afresh from then on.
+_LEARNED_MMAP, _LEARNED_TRIM, _USUAL_MMAPS = 32 << 20, 64 << 20, 65_536
 
 
 def keep_freed_memory() -> bool:
@@ -24,21 +26,23 @@ def keep_freed_memory() -> bool:
     Call it when memory of an earlier stage has been let go of: that goes back to the kernel, what comes later stays.
     """
     # Nothing above the heap is returned, and large blocks too come from the heap instead of fresh pages.
-    return _set(_NEVER, 0)
+    return _tell({_M_TRIM_THRESHOLD: _NEVER, _M_MMAP_MAX: 0})
 
 
 @contextmanager
 def freed_memory_kept() -> Iterator[None]:
-    """After this, what is freed goes back to the kernel again, as before: for a process that has other uses too."""
+    """Keep freed memory inside; after this, large blocks go back to the kernel: the process has other uses too."""
+    keep_freed_memory()
     try:
         yield
     finally:
-        if _set(_USUAL_TRIM, _USUAL_MMAPS):
+        learned = {_M_MMAP_THRESHOLD: _LEARNED_MMAP, _M_TRIM_THRESHOLD: _LEARNED_TRIM}
+        if _tell({**learned, _M_MMAP_MAX: _USUAL_MMAPS}):
             ctypes.CDLL(None).malloc_trim(0)
 
 
-def _set(trim_threshold: int, most_mmaps: int) -> bool:
+def _tell(settings: Mapping[int, int]) -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:  # another C library, with habits of its own
         return False
-    return bool(mallopt(_M_TRIM_THRESHOLD, trim_threshold)) and bool(mallopt(_M_MMAP_MAX, most_mmaps))
+    return all(mallopt(name, value) for name, value in settings.items())
