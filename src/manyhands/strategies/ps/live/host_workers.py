@@ -19,6 +19,7 @@ from manyhands.strategies.ps.host_group import (
     GroupAction,
     GroupMessage,
     HostGroup,
+    Offer,
     PushAlone,
     ReadAgain,
     Tell,
@@ -120,7 +121,18 @@ class HostWorkers:
         return actions
 
     def hear(self, message: GroupMessage, sender: int) -> list[WorkerAction]:
+        if isinstance(message, Offer):
+            self._require_pushes(message.pushes, sender)
         return self._act(self._group.hear(message, sender))
+
+    def _require_pushes(self, pushes: Sequence[Push], sender: int) -> None:
+        """ProtocolError unless these are one push for each shard, of one clock and all of the sender."""
+        shards = sorted(push.shard for push in pushes)
+        names = {(push.member, push.slot, push.clock) for push in pushes}
+        if shards != [*range(self._body.layout.shards)] or len(names) > 1 or pushes[0].member != sender:
+            raise ProtocolError(
+                "pushes", f"member {sender} offers {len(pushes)} pushes that are not one update"
+            )
 
     def expects(self) -> list[WorkerAction]:
         """Called after every call of the client core, at the end of what follows from it."""
