@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import manyhands as mh
+import replicas
 from equality import (
     OPTIMIZERS,
     STEPS,
@@ -58,16 +60,7 @@ def test_an_average_after_every_step_of_sgd_is_the_plain_loop(world: int) -> Non
 
 
 def small_task(optimizer: Any, batch_size: int = 12) -> mh.Task:
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(60, 5, generator=generator, dtype=torch.float64)
-    template = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-    return mh.Task(
-        model=lambda: copy.deepcopy(template),
-        loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
-        data=(x, x.sum(1, keepdim=True)),
-        optimizer=optimizer,
-        batch_size=batch_size,
-    )
+    return replace(replicas.small_task(optimizer, batch_size), evaluation=None)
 
 
 @pytest.mark.parametrize("name", ["momentum", "sgd"])

@@ -43,6 +43,14 @@ def given(source: int, to: int) -> torch.Tensor:
     return torch.arange(count, dtype=torch.int32) * (10 * source + to + 1)
 
 
+def read_the_begin(link: SharedLink) -> None:
+    """Return once a part of a message has come: the exchange at the other end is under way."""
+    deadline = time.monotonic() + PATIENCE_S
+    while link.is_between:
+        assert time.monotonic() < deadline
+        assert not isinstance(link.receive(0.0), Received), "one look does not take all of it"
+
+
 @pytest.mark.parametrize("by_itself", [set(), {2}], ids=["all carry", "one has a thread write"])
 def test_tensors_of_any_length_cross_rings_that_hold_none_of_them(by_itself: set[int]) -> None:
     world, times = 3, 4
@@ -90,7 +98,7 @@ def test_a_peer_that_goes_in_the_middle_is_named_at_once() -> None:
         work = mailbox(0, first).exchange
         going_on = pool.submit(work, {1: given(0, 2)}, {1: torch.zeros(50_000, dtype=torch.int32)})
         assert isinstance(second[0].send(Message(kind=KIND, payload=given(0, 2)[:9])), Queued)
-        time.sleep(0.05)
+        read_the_begin(second[0])
         began = time.monotonic()
         second[0].close(silently=True)
         with pytest.raises(WorkerFailed, match="lost rank 1: rank 1 is gone") as failure:
@@ -102,7 +110,7 @@ def test_a_peer_that_goes_in_the_middle_is_named_at_once() -> None:
 def test_a_link_that_is_closed_here_ends_the_exchange() -> None:
     with links_between(2) as (first, second), ThreadPoolExecutor(1) as pool:
         going_on = pool.submit(mailbox(0, first).exchange, {1: given(0, 2)}, {})
-        time.sleep(0.05)
+        read_the_begin(second[0])
         first[1].close()
         with pytest.raises(WorkerFailed, match="the link was closed"):
             going_on.result(PATIENCE_S)

@@ -448,3 +448,12 @@ def test_asynchronous_servers_are_as_fast_as_in_the_simulator(workers: int, step
     assert run.updates_per_s == pytest.approx(
         1 / predicted("ps consistency=async", hosts(1, workers, memory=free), of), rel=0.15
     )
+
+
+@pytest.mark.parametrize(("servers", "expected"), [(1, 1.0), (2, 4 / 3 / 2), (4, 2.0 / 4)])
+def test_one_server_steps_as_fast_as_alone_and_as_many_as_workers_as_fast_as_these(
+    servers: int, expected: float
+) -> None:
+    measured = replace(profile(), optimizer_s=2.0, optimizer_alone_s=1.0)
+    assert measured.served_s(servers, 4) == pytest.approx(expected)
+    assert replace(measured, optimizer_alone_s=None).served_s(servers, 4) == pytest.approx(2.0 / servers)

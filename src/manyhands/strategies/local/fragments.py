@@ -34,7 +34,7 @@ class FragmentPlan:
     def merged(self, step: int) -> int | None:
         """The fragment that is merged after `step`, if any."""
         within = (step - 1) % self.steps + 1
-        number = -(-within * self.fragments // self.steps) - 1  # the first whose turn is not before
+        number = -(-within * self.fragments // self.steps) - 1  # the first that is not due before this step
         return number if (number + 1) * self.steps // self.fragments == within else None
 
     def sent(self, step: int) -> int | None:

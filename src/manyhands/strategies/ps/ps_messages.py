@@ -247,9 +247,8 @@ class Push(NamedTuple):
     read_term: int = 0
     rows_version: int = -1  # the version at which table rows were read here; -1 if none were
     settings: str = ""
-    carrier: int = (
-        -1
-    )  # the slot whose push brings this gradient within a sum (`HostPush`); -1 if this one does
+    carrier: int = -1
+    """The slot whose push brings this gradient within a sum (`HostPush`); -1 if this one does."""
     pulls: bool = False  # a push-pull: the Read of the next clock is in this message
     bare: bool = False  # that Read's
 

@@ -181,21 +181,21 @@ class PlayedGroup(LinkGroup):
         return self._sent
 
 
-def _traffic_of_sum(num_bytes: int, item_bytes: int, index: int, members: int) -> Traffic:
+def _traffic_of_sum(num_bytes: int, index: int, members: int) -> Traffic:
     """What one member sends for an `all_reduce` of so many bytes."""
     others = members - 1
     if not (num_bytes and others):
         return Traffic()
     if num_bytes <= _AT_ONCE_BYTES:
         return Traffic(messages_sent=others, bytes_sent=others * num_bytes)
-    mine = len(split(num_bytes // item_bytes, index, members)) * item_bytes
+    mine = len(split(num_bytes, index, members))
     return Traffic(messages_sent=2 * others, bytes_sent=num_bytes - mine + others * mine)
 
 
 @lru_cache(maxsize=4096)
 def traffic_of_sum(num_bytes: int, members: int) -> Traffic:
     """What all members together send for an `all_reduce` of so many bytes."""
-    sent = (_traffic_of_sum(num_bytes, 1, index, members) for index in range(members))
+    sent = (_traffic_of_sum(num_bytes, index, members) for index in range(members))
     return sum(sent, Traffic())
 
 
