@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.data.file_reader import encode, windows
-from manyhands.workloads.tasks.language import next_byte_loss
-from manyhands.workloads.tasks.recurrent import RecurrentNetwork
+from manyhands.workloads.language.next_token import next_byte_loss
+from manyhands.workloads.language.recurrent import RecurrentNetwork
 from results_read import ROOT, data_file
 
 RESULT = Path(__file__).parent / "results" / "federated-roles.json"

@@ -23,7 +23,7 @@ import torch
 
 import manyhands as mh
 from cables import inside, on_the_cable, places, run_ranks, two_regions
-from manyhands.workloads.tasks.language import LanguageOptions, language
+from manyhands.workloads.language.gpt import GPTOptions, gpt
 from render_links import geo_rows
 from results_read import data_file
 
@@ -50,7 +50,7 @@ WAYS = {
 def work(strategy: str, steps: int, result: Path) -> None:
     """One of the two regions."""
     torch.set_num_threads(1)
-    task = language(LanguageOptions(path=data_file(TEXT), **SIZES))
+    task = gpt(GPTOptions(path=data_file(TEXT), **SIZES))
     options = mh.Options(insecure=True, progress="none", check_every=0, evaluate_every=EVALUATED)
     before = on_the_cable()[0]
     run = mh.fit(task, strategy, steps=steps, options=options)

@@ -66,7 +66,7 @@ def our_pace(task: mh.Task, steps: int, strategy: str) -> float:
 
 
 def speed(turns: int, steps: int) -> dict[str, Any]:
-    task = build("language", **LARGE)
+    task = build("gpt", **LARGE)
     task = mh.Task(model=task.model, loss=task.loss, data=task.data, optimizer=task.optimizer, batch_size=32)
     tokens = task.batch_size * LARGE["context"]
     parameters = sum(parameter.numel() for parameter in task.model().parameters())
@@ -89,7 +89,7 @@ def speed(turns: int, steps: int) -> dict[str, Any]:
 
 def equality(steps: int) -> dict[str, float]:
     """The largest ‖ours − single‖ / ‖single‖ over all tensors, after `steps` steps in float32."""
-    task = build("language", **SMALL)
+    task = build("gpt", **SMALL)
     task = mh.Task(
         model=task.model,
         loss=task.loss,
@@ -133,7 +133,7 @@ def main() -> None:
     for name, distance in result["equality"].items():
         print(f"{name:<36} differs from single by {distance:.1e}")
     print(
-        f"language of {result['speed']['parameters'] / 1e6:.0f} M parameters, bfloat16 autocast, {result['gpu']}"
+        f"gpt of {result['speed']['parameters'] / 1e6:.0f} M parameters, bfloat16 autocast, {result['gpu']}"
     )
     for name, row in result["speed"]["loops"].items():
         print(f"{name:<10} {row['tokens_per_s']:>12,.0f} tokens/s  {row['times_plain']:.3f} × plain")

@@ -58,16 +58,16 @@ def steady(task: mh.Task, dtype: torch.dtype) -> mh.Task:
 
 def tasks() -> dict[str, tuple[mh.Task, int, float]]:
     """By name: the task, for how many steps, and how far two ranks may be from one process."""
-    language, digits = build("language", **SMALL), build("digits")
-    double = steady(language, torch.float64)
+    gpt, digits = build("gpt", **SMALL), build("digits")
+    double = steady(gpt, torch.float64)
     return {
-        "language, float64": (double, 20, 1e-9),
-        "language, float64, clipped, 2 micro-batches": (
+        "gpt, float64": (double, 20, 1e-9),
+        "gpt, float64, clipped, 2 micro-batches": (
             replace(double, clip_norm=0.5, microbatches=2),
             20,
             1e-9,
         ),
-        "language, float32": (steady(language, torch.float32), 20, 1e-4),
+        "gpt, float32": (steady(gpt, torch.float32), 20, 1e-4),
         # In float64: cuDNN chooses how it convolves by the size of the batch, which two ranks halve.
         "digits, float64": (steady(digits, torch.float64), 20, 1e-9),
     }
@@ -100,7 +100,7 @@ def rank_checks(folder: Path) -> None:
             "notes": run.summary["notes"],
         }
         torch.save(run.model.state_dict(), folder / f"{name}.{rank}")
-    task, steps, _ = tasks()["language, float64"]
+    task, steps, _ = tasks()["gpt, float64"]
     out = folder / f"run-{rank}"
     asked = {"device": DEVICE, "out": out, "options": options(checkpoint_every=5)}
     mh.fit(task, "allreduce link=nccl", steps=steps // 2, **asked)
@@ -113,7 +113,7 @@ def rank_checks(folder: Path) -> None:
 def rank_killed(folder: Path) -> None:
     """Rank 1 is killed in its fifth step; rank 0 tells what it heard, and when."""
     rank = int(os.environ["RANK"])
-    task, _, _ = tasks()["language, float32"]
+    task, _, _ = tasks()["gpt, float32"]
     calls = [0]
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -136,7 +136,7 @@ def rank_killed(folder: Path) -> None:
 def rank_speed(folder: Path) -> None:
     """Seconds of each timed step: ours, and DDP's on NCCL, in turns."""
     rank = int(os.environ["RANK"])
-    task = build("language", **LARGE)
+    task = build("gpt", **LARGE)
     task = mh.Task(model=task.model, loss=task.loss, data=task.data, optimizer=task.optimizer, batch_size=32)
     steps = WARM_UP + TIMED
     paces: dict[str, list[float]] = {}
@@ -233,9 +233,9 @@ def checks(folder: Path, deadline: float) -> tuple[dict[str, Any], list[str]]:
             wrong.append(f"{name}: the ranks have different weights")
         if report[0][name]["sums"]["by"] != "nccl":
             wrong.append(f"{name}: {report[0][name]['sums']}")
-    found["notes"] = report[0]["language, float32"]["notes"]
+    found["notes"] = report[0]["gpt, float32"]["notes"]
     resumed = torch.load(folder / "resumed.0", weights_only=True)
-    far = found["distance"]["language, float64, resumed"] = distance(resumed, reference["language, float64"])
+    far = found["distance"]["gpt, float64, resumed"] = distance(resumed, reference["gpt, float64"])
     if not far <= 1e-9:
         wrong.append(f"a resumed run differs from one process by {far:.1e}")
     found["on one GPU without being asked"] = report[0]["shared"]

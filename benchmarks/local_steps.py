@@ -28,7 +28,8 @@ import torch
 
 import manyhands as mh
 from manyhands.lab.compare.bandwidth import Rate, shaped_command
-from manyhands.workloads.tasks.language import LanguageOptions, language, next_byte_loss
+from manyhands.workloads.language.gpt import GPTOptions, gpt
+from manyhands.workloads.language.next_token import next_byte_loss
 from results_read import data_file
 
 RESULT = Path(__file__).parent / "results" / "local-steps.json"
@@ -53,7 +54,7 @@ CONDITIONS = ("plain", "delays", "network")
 
 
 def task(*, delays: bool = False) -> mh.Task:
-    made = language(LanguageOptions(path=data_file(TEXT), **SIZES))
+    made = gpt(GPTOptions(path=data_file(TEXT), **SIZES))
     return replace(made, loss=_late) if delays else made
 
 

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
 from manyhands.strategy import show_size
-from manyhands.workloads.tasks.language import TransformerBlock
+from manyhands.workloads.language.gpt import GPTBlock
 
 VOCABULARY = 256
 WARM_UP = 3
@@ -37,7 +37,7 @@ class Deep(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(TransformerBlock(width=width, heads=width // 64) for _ in range(layers))
+        self.blocks = nn.ModuleList(GPTBlock(width=width, heads=width // 64) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
 

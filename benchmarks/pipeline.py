@@ -43,8 +43,8 @@ from torch import Tensor, nn
 import manyhands as mh
 from manyhands.observe.record.events import EventKind, to_events
 from manyhands.observe.record.recorded import read_run_events
+from manyhands.workloads.language.gpt import GPTBlock
 from manyhands.workloads.tasks import build
-from manyhands.workloads.tasks.language import TransformerBlock
 
 RESULTS = Path(__file__).resolve().parent / "results" / "pipeline.json"
 BLOCKS, WIDTH, HEADS, CONTEXT, SAMPLES = 8, 256, 4, 64, 32
@@ -58,7 +58,7 @@ WAVE_CONTENDERS = ("wavefront", "layer by layer", "one process")
 
 
 def chain() -> nn.Sequential:
-    return nn.Sequential(*(TransformerBlock(width=WIDTH, heads=HEADS) for _ in range(BLOCKS)))
+    return nn.Sequential(*(GPTBlock(width=WIDTH, heads=HEADS) for _ in range(BLOCKS)))
 
 
 def distance(output: Tensor, target: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ def uneven() -> mh.Task:
 
 SEEN: Final[dict[str, Callable[[], mh.Task]]] = {
     "digits": lambda: mh.tasks.build("digits"),
-    "language": lambda: mh.tasks.build("language"),
+    "gpt": lambda: mh.tasks.build("gpt"),
     "perceptron": perceptron,
 }
 """On which the planner was developed."""

@@ -32,7 +32,7 @@ from render_priority import priority_gain
 from render_public import public_tables
 from render_startup import startup_times
 from render_wire import local_steps, wire_time
-from results_read import RESULTS, ROOT, load, markdown, show_percent, show_ratio, show_time
+from results_read import RENAMED, RESULTS, ROOT, load, markdown, show_percent, show_ratio, show_time
 
 
 def allreduce_ratios() -> str:
@@ -97,7 +97,9 @@ def step_scaling() -> str:
                 f"{show_percent(cells[name]['efficiency'])}"
                 for name in rows[0][2:]
             ]
-            rows.append([workload, f"{result['workers']} on {result['cores']}", *shown])
+            rows.append(
+                [RENAMED.get(workload, workload), f"{result['workers']} on {result['cores']}", *shown]
+            )
     return markdown(rows)
 
 

@@ -9,7 +9,7 @@ def inference_speed() -> str:
     """Inputs a second for each model, workers and batch, a column for each precision."""
     if not has("inference"):
         return (
-            "*Not measured yet: `manyhands bench inference --models digits,language,recurrent --batches 1,8,64 "
+            "*Not measured yet: `manyhands bench inference --models digits,gpt,recurrent --batches 1,8,64 "
             "--json benchmarks/results/inference.json`.*"
         )
     result = load("inference")

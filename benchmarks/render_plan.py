@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from results_read import RESULTS, load, markdown
+from results_read import RENAMED, RESULTS, load, markdown
 
 __all__ = ["auto_speed", "plan_errors"]
 
@@ -65,7 +65,7 @@ def _case_row(case: dict[str, Any], cores: int) -> list[str]:
     equal = next(one for one in case["choices"] if one["constraint"] == "equal")
     mirrored = equal["mirrored_regret"]
     return [
-        f"{case['task']}, {case['workers']} on {cores}",
+        f"{RENAMED.get(case['task'], case['task'])}, {case['workers']} on {cores}",
         str(len(errors)),
         _percent(statistics.median(errors)),
         _percent(errors[-(-9 * len(errors) // 10) - 1]),

@@ -6,7 +6,7 @@ import statistics
 from typing import Any
 
 from manyhands.errors import format_bytes
-from results_read import has, load, markdown
+from results_read import RENAMED, has, load, markdown
 
 FP16, DDP = "fp16", "ddp fp16"
 NAMES = {"raw": "none", FP16: "`fp16`", DDP: "fp16 by DDP on Gloo"}
@@ -40,7 +40,8 @@ def wire_tables(result: dict[str, Any]) -> str:
                 ]
             )
         head = (
-            f"**{task}** to {about['target']}, gradients of {format_bytes(about['gradient_bytes'])}, "
+            f"**{RENAMED.get(task, task)}** to {about['target']}, "
+            f"gradients of {format_bytes(about['gradient_bytes'])}, "
             f"{result['workers']} hosts of one core each"
         )
         parts.append(f"{head}\n\n{markdown(table)}")

@@ -8,6 +8,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+RENAMED = {"language": "gpt"}  # tasks that have another name since older results were measured
 
 
 def data_file(name: str) -> Path | None:

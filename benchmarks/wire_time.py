@@ -1,6 +1,6 @@
 """Time to accuracy over a cable of 100 Mbit/s, 1 and 10 Gbit/s, codec by codec; needs root.
 
-    python benchmarks/wire_time.py [--tasks mnist language] [--bandwidths 100Mbit 1Gbit 10Gbit] [--codecs raw fp16 …]
+    python benchmarks/wire_time.py [--tasks mnist gpt] [--bandwidths 100Mbit 1Gbit 10Gbit] [--codecs raw fp16 …]
 
 Two network namespaces stand for hosts, one worker on each, and a token bucket at each end of the cable for its speed.
 Every codec trains until an evaluation first meets the target, and then in each further round, in turn with the others,
@@ -38,8 +38,8 @@ from cables import inside, places, run_ranks, two_namespaces
 from manyhands.engine.callbacks import Callback
 from manyhands.lab.compare.bandwidth import Rate
 from manyhands.lab.compare.comparison import Target
+from manyhands.workloads.language.gpt import GPTOptions, gpt
 from manyhands.workloads.tasks.digits import digits
-from manyhands.workloads.tasks.language import LanguageOptions, language
 from manyhands.workloads.tasks.mnist import MnistOptions, mnist
 from results_read import data_file
 
@@ -84,14 +84,14 @@ def text() -> Trial:
     name = "tinyshakespeare.txt.gz"
     sizes = {"layers": 2, "width": 64, "context": 32, "batch_size": 32, "evaluation_bytes": 16_384}
     return Trial(
-        task=language(LanguageOptions(path=data_file(name), **sizes)),
+        task=gpt(GPTOptions(path=data_file(name), **sizes)),
         data=name if data_file(name) is not None else "Python's standard library",
         target="evaluation_loss=2.75",
         steps=400,
     )
 
 
-TRIALS = {"mnist": images, "language": text}
+TRIALS = {"mnist": images, "gpt": text}
 
 
 class Until(Callback):

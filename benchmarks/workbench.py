@@ -60,13 +60,13 @@ class Command:
 
 PREPARATIONS: dict[str, list[str]] = {
     "digits": ["-m", "manyhands", *shlex.split("train digits --epochs 2 --out runs/digits")],
-    "language": ["-m", "manyhands", *shlex.split("train language --steps 40 --out runs/language")],
+    "gpt": ["-m", "manyhands", *shlex.split("train gpt --steps 40 --out runs/gpt")],
     "images": ["-c", _IMAGES],
 }
 
 COMMANDS: dict[str, Command] = {
     "predict": Command("predict runs/digits images.npy", ("digits", "images")),
-    "generate": Command('generate runs/language --prompt "def "', ("language",)),
+    "generate": Command('generate runs/gpt --prompt "def "', ("gpt",)),
     "export": Command("export runs/digits", ("digits",)),
     "export torch-export": Command("export runs/digits --format torch-export", ("digits",)),
     "serve": Command("serve runs/digits", ("digits",), "asked once, then ended by Ctrl-C"),

@@ -31,8 +31,8 @@ from manyhands.strategies.federated.deployed.rounds_server import RoundServer
 from manyhands.strategies.federated.deployed.run_files import TOKENS, DeviceState, ServerFiles
 from manyhands.strategies.federated.secure.primitives import sign
 from manyhands.task import Task
+from manyhands.workloads.builtin_task import BuiltinTask
 from manyhands.workloads.registry import WORKLOADS, Workload, load
-from manyhands.workloads.tasks.builtin import BuiltinTask
 
 __all__ = [
     "POINTS",

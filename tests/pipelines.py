@@ -33,8 +33,9 @@ from manyhands.strategies.pipeline.training import in_microbatches
 from manyhands.strategy import Strategy
 from manyhands.transport.link.interface import Link
 from manyhands.transport.link.shared_link import SharedLink
-from manyhands.workloads.tasks.language import Transformer, next_byte_loss
-from manyhands.workloads.tasks.recurrent import RecurrentNetwork
+from manyhands.workloads.language.gpt import GPT
+from manyhands.workloads.language.next_token import next_byte_loss
+from manyhands.workloads.language.recurrent import RecurrentNetwork
 
 State = dict[str, torch.Tensor]
 _RING_BYTES = 1 << 16  # the kernel clears all of it for every link; what passes here is a few KiB
@@ -197,7 +198,7 @@ def gradients_of(
 
 def transformer() -> nn.Module:
     """Tied: the first and the last layer share their weights."""
-    return Transformer(context=6, layers=6, width=8, heads=2, vocabulary=11).double()
+    return GPT(context=6, layers=6, width=8, heads=2, vocabulary=11).double()
 
 
 def convolutions() -> nn.Module:

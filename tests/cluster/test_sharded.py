@@ -19,7 +19,8 @@ from manyhands.engine.computing import TrainingPlan
 from manyhands.engine.exchange import Exchange, SingleExchange
 from manyhands.engine.worker import Trainer
 from manyhands.errors import NonFinite, UserError
-from manyhands.workloads.tasks.language import Transformer, next_byte_loss
+from manyhands.workloads.language.gpt import GPT
+from manyhands.workloads.language.next_token import next_byte_loss
 from shards import train_sharded, weights_of, with_shards
 
 
@@ -86,7 +87,7 @@ ONCE = 6
 
 def transformer_task(*, tied: bool, **more: Any) -> mh.Task:
     torch.manual_seed(3)
-    model = Transformer(context=6, layers=3, width=9, heads=3, tied=tied, vocabulary=13).double()
+    model = GPT(context=6, layers=3, width=9, heads=3, tied=tied, vocabulary=13).double()
     return task_of(model, torch.randint(0, 13, (21, 7)), next_byte_loss, **more)
 
 

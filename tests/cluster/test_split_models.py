@@ -18,7 +18,7 @@ from equality import distance, replica
 from manyhands.engine.chain import ChainFunction
 from manyhands.errors import UserError
 from manyhands.strategies.common.grid.grid_layout import Grid
-from manyhands.workloads.tasks.recurrent import RecurrentLayer
+from manyhands.workloads.language.recurrent import RecurrentLayer
 from pipelines import State, adamw, train_alone, train_in_stages
 from shards import train_sharded, weights_of
 from sliced import train_sliced

@@ -22,9 +22,10 @@ from manyhands.engine.exchange import SingleExchange
 from manyhands.errors import Desync
 from manyhands.strategies.common.grid.grid_layout import Grid
 from manyhands.strategies.tensor.exchange import TensorExchange
+from manyhands.workloads.language.gpt import GPT
+from manyhands.workloads.language.next_token import next_byte_loss
+from manyhands.workloads.language.recurrent import RecurrentNetwork
 from manyhands.workloads.tasks.digits import ImageClassifier, accuracy, classification_loss
-from manyhands.workloads.tasks.language import Transformer, next_byte_loss
-from manyhands.workloads.tasks.recurrent import RecurrentNetwork
 from sliced import train, train_sliced
 
 STEPS = 20
@@ -49,7 +50,7 @@ def windows(count: int = 30) -> Tensor:
 
 def transformer(*, tied: bool) -> mh.Task:
     torch.manual_seed(0)
-    model = lambda: Transformer(context=8, layers=2, width=12, heads=3, tied=tied, vocabulary=17)  # noqa: E731
+    model = lambda: GPT(context=8, layers=2, width=12, heads=3, tied=tied, vocabulary=17)  # noqa: E731
     return task_of(model, next_byte_loss, windows(), evaluation=windows(11))
 
 

@@ -19,8 +19,8 @@ from manyhands.strategies.tensor.lazy_tensor import LazyWhole
 from manyhands.strategies.tensor.moves import SliceState
 from manyhands.strategies.tensor.slicing import slice_modules
 from manyhands.strategies.tensor.slicing_plan import Slicing, find_plan, parts_of
+from manyhands.workloads.language.gpt import GPT
 from manyhands.workloads.tasks.digits import ImageClassifier
-from manyhands.workloads.tasks.language import Transformer
 from sliced import EXACT, hold_against_the_whole, together
 
 SLICES = [1, 2, 3, 4]
@@ -437,7 +437,7 @@ def test_layers_of_torchs_transformer(slices: int, norm_first: bool) -> None:
 
 def test_part_of_a_chain_is_sliced_as_a_stage_of_a_pipeline() -> None:
     """Stages of one model, sliced one after another, give what the whole gives; a tied weight is cut alike in both."""
-    model = Transformer(context=8, layers=2, width=12, heads=3, vocabulary=17)
+    model = GPT(context=8, layers=2, width=12, heads=3, vocabulary=17)
     classifier = ImageClassifier(side=9, white=255, width=8)
 
     def staged(model: nn.Module, x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from manyhands.lab.bench.step import (
     WORKLOADS,
     BenchWorkload,
     Cnn,
-    Language,
+    GptBench,
     Mlp,
     StepMeasured,
     agreed_losses,
@@ -24,7 +24,7 @@ from manyhands.lab.bench.step import (
 
 SMALL = (
     Mlp(inputs=12, width=24, hidden=2, classes=5),  # SGD with momentum
-    Language(context=8, layers=1, width=16, heads=2, batch=3),  # AdamW
+    GptBench(context=8, layers=1, width=16, heads=2, batch=3),  # AdamW
 )
 PARAMETERS = (
     (12 * 24 + 24) + (24 * 24 + 24) + (24 * 5 + 5),
@@ -40,7 +40,7 @@ def result() -> dict[str, Any]:
 @pytest.mark.soak
 def test_every_contender_trains_the_same_and_is_measured(result: dict[str, Any]) -> None:
     assert json.loads(json.dumps(result)) == result
-    assert [row["workload"] for row in result["results"]] == ["mlp", "language"]
+    assert [row["workload"] for row in result["results"]] == ["mlp", "gpt"]
     for row, parameters, workload in zip(result["results"], PARAMETERS, SMALL, strict=True):
         assert row["parameters"] == parameters
         assert (row["rounds"], row["steps_per_round"]) == (2, 4)
@@ -61,7 +61,7 @@ def test_every_contender_trains_the_same_and_is_measured(result: dict[str, Any])
 def test_the_table_names_all_that_ran(result: dict[str, Any]) -> None:
     table = format_table(result)
     assert f"2 workers on {result['cores']} cores" in table
-    for word in ("mlp", "language", "ddp", "mirrored", "central", "single", "alone"):
+    for word in ("mlp", "gpt", "ddp", "mirrored", "central", "single", "alone"):
         assert table.count(f"\n{word}") == (1 if word in WORKLOADS else 2)
 
 
@@ -93,10 +93,10 @@ def test_bad_input_gets_a_sentence() -> None:
 
 @pytest.mark.parametrize("workload", [*SMALL, Cnn(side=8), *WORKLOADS.values()])
 def test_workloads_travel_as_text(workload: BenchWorkload) -> None:
-    assert from_text(to_text(workload), Mlp, Cnn, Language) == workload
+    assert from_text(to_text(workload), Mlp, Cnn, GptBench) == workload
 
 
-@pytest.mark.parametrize(("word", "millions"), [("mlp", 25.1), ("cnn", 0.097), ("language", 3.24)])
+@pytest.mark.parametrize(("word", "millions"), [("mlp", 25.1), ("cnn", 0.097), ("gpt", 3.24)])
 def test_sizes_are_those_that_the_documents_name(word: str, millions: float) -> None:
     task = WORKLOADS[word].task(workers=3)
     assert task.batch_size == 3 * WORKLOADS[word].batch

@@ -95,7 +95,7 @@ def wrong_idx(folder: Path) -> Path:
         (["train", "mnist"], ["mnist", "path"]),
         (["train", "mnist", "--path", "not-there"], ["not-there"]),
         (["train", "mnist", "--path", "cut"], ["train-images-idx3-ubyte.gz", "byte"]),
-        (["train", "language", "--path", "missing.txt"], ["missing.txt"]),
+        (["train", "gpt", "--path", "missing.txt"], ["missing.txt"]),
         (["train", "digits", "--json", "no/such/folder/s.json", "--steps", "1"], ["no/such/folder"]),
         (["bench", "allreduce", "--workers", "1"], ["workers=1"]),
         (["bench", "allreduce", "--sizes", "5apples"], ["'5apples'", "25MiB"]),
@@ -139,7 +139,7 @@ def test_doctor_and_help_and_version(
 ) -> None:
     assert run_command(monkeypatch, "doctor") == 0
     assert "cores" in capfd.readouterr().out
-    assert run_command(monkeypatch, "train", "language", "--help") == 0
+    assert run_command(monkeypatch, "train", "gpt", "--help") == 0
     printed = capfd.readouterr().out
     assert "--context" in printed or "--layers" in printed
     assert run_command(monkeypatch, "version") == 0

@@ -18,7 +18,7 @@ from equality import distance, same_bits
 from manyhands.errors import WorkerFailed
 from manyhands.observe.record.events import EventKind, to_events
 from manyhands.observe.record.recorded import read_run_events
-from manyhands.workloads.tasks.language import LanguageOptions, language
+from manyhands.workloads.language.gpt import GPTOptions, gpt
 from pipelines import task_of
 
 PATIENCE_S = 60.0
@@ -81,10 +81,8 @@ def test_run_goes_on_from_mirrored_and_to_single(tmp_path: Path) -> None:
     assert not same_bits(whole.model.state_dict(), task.model().state_dict()), "it learned something"
 
 
-def test_replicas_of_stages_of_slices_train_language_as_one_process() -> None:
-    plain = language(
-        LanguageOptions(context=8, layers=2, width=8, heads=2, batch_size=8, evaluation_bytes=64)
-    )
+def test_replicas_of_stages_of_slices_train_gpt_as_one_process() -> None:
+    plain = gpt(GPTOptions(context=8, layers=2, width=8, heads=2, batch_size=8, evaluation_bytes=64))
     task = replace(plain, model=lambda: plain.model().double())
     alone = mh.fit(task, "single", steps=3)
     run = mh.fit(task, "pipeline microbatches=2 tensor=2", workers=8, steps=3)

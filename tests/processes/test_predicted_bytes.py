@@ -17,8 +17,9 @@ from manyhands.foresight.estimate import estimate
 from manyhands.observe.record.events import EventKind
 from manyhands.observe.record.recorded import read_run_events
 from manyhands.strategy import Strategy
+from manyhands.workloads.language.gpt import GPT
+from manyhands.workloads.language.next_token import next_byte_loss
 from manyhands.workloads.tasks import build
-from manyhands.workloads.tasks.language import Transformer, next_byte_loss
 
 
 def layers() -> mh.Task:
@@ -37,7 +38,7 @@ def layers() -> mh.Task:
 
 def transformer() -> mh.Task:
     return mh.Task(
-        model=lambda: Transformer(context=32, layers=2, width=48, heads=4, vocabulary=64),
+        model=lambda: GPT(context=32, layers=2, width=48, heads=4, vocabulary=64),
         loss=next_byte_loss,
         data=torch.randint(0, 64, (640, 33)),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
@@ -48,7 +49,7 @@ def transformer() -> mh.Task:
 TASKS: dict[str, Callable[[], mh.Task]] = {
     "layers": layers,
     "digits": lambda: build("digits"),
-    "language": transformer,
+    "gpt": transformer,
 }
 
 
@@ -75,11 +76,11 @@ STEPS = 6
 CASES = [
     ("layers", 2, "mirrored"),
     ("digits", 3, "mirrored buckets=8KiB"),
-    ("language", 3, "allreduce algorithm=ring"),
+    ("gpt", 3, "allreduce algorithm=ring"),
     ("layers", 3, "allreduce algorithm=tree"),
-    ("language", 3, "allreduce link=tcp codec=bf16"),
+    ("gpt", 3, "allreduce link=tcp codec=bf16"),
     ("digits", 3, "allreduce link=tcp codec=int8"),
-    ("language", 4, "allreduce link=tcp codec=topk:0.01"),
+    ("gpt", 4, "allreduce link=tcp codec=topk:0.01"),
     ("layers", 3, "allreduce helpers=2 link=tcp buckets=2KiB"),
     ("digits", 3, "central"),
     ("layers", 3, "ps servers=2 link=tcp"),
@@ -88,8 +89,8 @@ CASES = [
     ("layers", 3, "local steps=3 gossip=yes"),
     ("digits", 2, "local steps=2 link=tcp codec=int8"),
     ("digits", 3, "pipeline stages=3 cuts=3,6"),
-    ("language", 2, "pipeline"),
-    ("language", 4, "tensor data=2"),
+    ("gpt", 2, "pipeline"),
+    ("gpt", 4, "tensor data=2"),
     ("layers", 2, "federated clients=4"),
 ]
 LONG = [
@@ -101,26 +102,26 @@ LONG = [
     ("layers", 4, "allreduce algorithm=all-to-all"),
     ("digits", 8, "allreduce algorithm=hierarchical group=2"),
     ("digits", 4, "allreduce algorithm=ring codec=fp16 link=tcp"),
-    ("language", 3, "allreduce link=tcp codec=topk:0.05+int8"),
-    ("language", 3, "allreduce link=tcp codec=powersgd:2"),
-    ("language", 3, "allreduce link=tcp codec=sign"),
-    ("language", 3, "allreduce link=tcp codec=sign:vote"),
-    ("language", 3, "allreduce link=tcp codec=qsgd:7"),
-    ("language", 3, "allreduce link=tcp codec=ternary"),
-    ("language", 3, "allreduce link=tcp codec=randomk:0.02"),
-    ("language", 3, "allreduce link=tcp codec=dgc:0.01"),
-    ("language", 3, "allreduce link=tcp codec=fp8 buckets=16KiB"),
+    ("gpt", 3, "allreduce link=tcp codec=topk:0.05+int8"),
+    ("gpt", 3, "allreduce link=tcp codec=powersgd:2"),
+    ("gpt", 3, "allreduce link=tcp codec=sign"),
+    ("gpt", 3, "allreduce link=tcp codec=sign:vote"),
+    ("gpt", 3, "allreduce link=tcp codec=qsgd:7"),
+    ("gpt", 3, "allreduce link=tcp codec=ternary"),
+    ("gpt", 3, "allreduce link=tcp codec=randomk:0.02"),
+    ("gpt", 3, "allreduce link=tcp codec=dgc:0.01"),
+    ("gpt", 3, "allreduce link=tcp codec=fp8 buckets=16KiB"),
     ("layers", 3, "allreduce helpers=1"),
-    ("language", 3, "allreduce helpers=3 link=tcp codec=bf16"),
+    ("gpt", 3, "allreduce helpers=3 link=tcp codec=bf16"),
     ("layers", 3, "allreduce elastic=yes"),
     ("digits", 3, "allreduce elastic=yes algorithm=ring"),
-    ("language", 8, "central"),
+    ("gpt", 8, "central"),
     ("layers", 3, "local steps=3 link=tcp codec=bf16"),
-    ("language", 3, "local steps=2 link=tcp codec=topk:0.05"),
+    ("gpt", 3, "local steps=2 link=tcp codec=topk:0.05"),
     ("layers", 3, "local steps=3 outer=nesterov"),
     ("layers", 3, "local steps=3 outer=elastic"),
-    ("language", 4, "local steps=3 gossip=yes link=tcp"),
-    ("language", 4, "ps servers=3"),
+    ("gpt", 4, "local steps=3 gossip=yes link=tcp"),
+    ("gpt", 4, "ps servers=3"),
     ("layers", 3, "ps servers=2 consistency=bounded:2"),
     ("digits", 3, "ps consistency=softsync:3"),
     ("digits", 2, "ps servers=2 link=tcp codec=bf16"),
@@ -133,12 +134,12 @@ LONG = [
     ("digits", 2, "pipeline schedule=interleaved cuts=3,6,9"),
     ("digits", 2, "pipeline schedule=zb-h1 cuts=5"),
     ("digits", 2, "pipeline schedule=naive cuts=5 recompute=yes"),
-    ("language", 8, "pipeline tensor=2 microbatches=2"),
-    ("language", 4, "pipeline schedule=gpipe"),
+    ("gpt", 8, "pipeline tensor=2 microbatches=2"),
+    ("gpt", 4, "pipeline schedule=gpipe"),
     ("layers", 3, "tensor"),
     ("digits", 4, "tensor"),
     ("digits", 8, "tensor slices=2"),
-    ("language", 8, "tensor slices=4"),
+    ("gpt", 8, "tensor slices=4"),
     ("digits", 3, "federated clients=6 fraction=0.5 codec=int8"),
     ("layers", 2, "federated clients=4 algorithm=scaffold"),
     ("layers", 2, "federated clients=4 algorithm=fednova"),
@@ -163,7 +164,7 @@ def test_every_byte_and_every_message_is_foretold(name: str, workers: int, text:
     [
         ("digits", 3, "sharded link=tcp"),
         pytest.param("layers", 8, "sharded", marks=pytest.mark.soak),
-        pytest.param("language", 2, "sharded", marks=pytest.mark.soak),
+        pytest.param("gpt", 2, "sharded", marks=pytest.mark.soak),
     ],
 )
 def test_sharded_sends_as_foretold_once_it_has_begun(name: str, workers: int, text: str) -> None:

@@ -20,8 +20,9 @@ import manyhands as mh
 from live_memory import Watch
 from manyhands.foresight.estimate import estimate
 from manyhands.strategy import Strategy
+from manyhands.workloads.language.gpt import GPT
+from manyhands.workloads.language.next_token import next_byte_loss
 from manyhands.workloads.tasks import build
-from manyhands.workloads.tasks.language import Transformer, next_byte_loss
 
 
 def layers() -> mh.Task:
@@ -36,7 +37,7 @@ def layers() -> mh.Task:
 
 def transformer() -> mh.Task:
     return mh.Task(
-        model=lambda: Transformer(context=32, layers=4, width=64, heads=4, vocabulary=64),
+        model=lambda: GPT(context=32, layers=4, width=64, heads=4, vocabulary=64),
         loss=next_byte_loss,
         data=torch.randint(0, 64, (640, 33)),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
@@ -47,7 +48,7 @@ def transformer() -> mh.Task:
 TASKS: dict[str, Callable[[], mh.Task]] = {
     "layers": layers,
     "digits": lambda: replace(build("digits"), evaluation=None, metrics={}),
-    "language": transformer,
+    "gpt": transformer,
 }
 STEPS, UNTIL = 60, 400  # modules that a worker calls, of which the second half counts
 WHOLE = ("mirrored", "allreduce algorithm=ring", "central", "ps", "local", "hogwild")
@@ -55,16 +56,16 @@ CASES = [
     ("layers", 1, "single"),
     ("layers", 3, "mirrored"),
     ("layers", 2, "pipeline cuts=12"),
-    ("language", 2, "ps"),
+    ("gpt", 2, "ps"),
 ]
 LONG = [
     *((name, workers, text) for name in TASKS for text in WHOLE for workers in (2, 4)),
-    *((name, 1, "single") for name in ("digits", "language")),
-    ("language", 2, "pipeline cuts=3"),
+    *((name, 1, "single") for name in ("digits", "gpt")),
+    ("gpt", 2, "pipeline cuts=3"),
     *((name, workers, "tensor") for name in TASKS for workers in (2, 4)),
     ("layers", 4, "tensor slices=2"),
     ("layers", 4, "pipeline stages=2 cuts=12"),
-    ("language", 4, "pipeline stages=2 cuts=3"),
+    ("gpt", 4, "pipeline stages=2 cuts=3"),
     ("layers", 8, "mirrored"),
     ("layers", 8, "central"),
 ]

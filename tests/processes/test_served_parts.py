@@ -49,7 +49,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     mh.fit(own_models.cnn(), "single", steps=20, out=folder / "cnn")
     mh.fit(own_models.transformer(), "single", steps=60, out=folder / "transformer")
     mh.fit(FLAT, "single", steps=1, out=folder / "flat")
-    mh.fit(mh.tasks.build("language", layers=2, context=16), "single", steps=2, out=folder / "language")
+    mh.fit(mh.tasks.build("gpt", layers=2, context=16), "single", steps=2, out=folder / "gpt")
     return folder
 
 
@@ -78,10 +78,10 @@ def values_for(name: str) -> list[Any]:
         ("transformer", "pipeline stages=2", "bf16"),
         ("transformer", "pipeline stages=2", "int8"),
         ("flat", "pipeline stages=2 cuts=1", "bf16"),
-        ("language", "pipeline stages=2 cuts=2", "fp32"),
+        ("gpt", "pipeline stages=2 cuts=2", "fp32"),
         ("cnn", "tensor slices=2", "fp32"),
         ("transformer", "tensor slices=2", "fp32"),
-        ("language", "tensor slices=2", "fp32"),
+        ("gpt", "tensor slices=2", "fp32"),
         ("cnn", "pipeline stages=1", "fp32"),
         ("cnn", "tensor slices=1", "fp32"),
     ],

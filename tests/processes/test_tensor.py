@@ -18,14 +18,15 @@ import manyhands as mh
 from equality import OPTIMIZERS, distance, train_plainly
 from manyhands.cli.main import app
 from manyhands.errors import UserError
-from manyhands.workloads.tasks.language import Transformer, bits_per_byte, next_byte_loss
+from manyhands.workloads.language.gpt import GPT
+from manyhands.workloads.language.next_token import bits_per_byte, next_byte_loss
 
 WINDOWS = torch.randint(0, 17, (30, 9), generator=torch.Generator().manual_seed(4))
 
 
-def language(**plan: Any) -> mh.Task:
+def gpt(**plan: Any) -> mh.Task:
     torch.manual_seed(0)
-    template = Transformer(context=8, layers=2, width=12, heads=3, vocabulary=17).double()
+    template = GPT(context=8, layers=2, width=12, heads=3, vocabulary=17).double()
     if plan:
         template.tensor_plan = plan["plan"]
     return mh.Task(
@@ -40,7 +41,7 @@ def language(**plan: Any) -> mh.Task:
 
 
 def test_slices_and_replicas_train_a_transformer_and_single_goes_on(tmp_path: Path) -> None:
-    task, out = language(), tmp_path / "run"
+    task, out = gpt(), tmp_path / "run"
     run = mh.fit(task, "tensor slices=2 data=2", workers=4, steps=8, out=out)
     assert distance(run.model.state_dict(), train_plainly(task, 8)) < 1e-9
     sent = {row["layer"]: row for row in run.summary["layers"]}
@@ -100,7 +101,7 @@ def test_dropout_in_a_chain_is_that_of_one_process_and_elsewhere_that_of_all_sli
     [
         (
             {"bloks.*.expand": "column"},
-            "tensor_plan: Transformer has no module 'bloks.*.expand'; the nearest is 'blocks.1.expand'",
+            "tensor_plan: GPT has no module 'bloks.*.expand'; the nearest is 'blocks.1.expand'",
         ),
         (
             {"head": "colum"},
@@ -109,17 +110,17 @@ def test_dropout_in_a_chain_is_that_of_one_process_and_elsewhere_that_of_all_sli
         ({"head": "heads"}, "tensor_plan: 'heads' has no number of heads; write heads=4"),
         ({"head": "column of=2"}, "tensor_plan: 'of=2' in 'column of=2' is invalid; allowed: heads=4"),
         ({"norm": "row"}, "tensor_plan: module 'norm' is a LayerNorm, which cannot be row; leave it whole"),
-        (["head"], "Transformer.tensor_plan is a list; it must be a dict of module names and slicings"),
+        (["head"], "GPT.tensor_plan is a list; it must be a dict of module names and slicings"),
     ],
 )
 def test_plans_that_cannot_be_are_refused_before_anything_starts(plan: Any, sentence: str) -> None:
     with pytest.raises(UserError, match=re.escape(sentence)):
-        mh.fit(language(plan=plan), "tensor", workers=2, steps=2)
+        mh.fit(gpt(plan=plan), "tensor", workers=2, steps=2)
 
 
 def test_a_layer_that_gets_what_it_does_not_take_is_named() -> None:
     """Only the run shows in which order a model applies its modules."""
-    task = language(plan={"blocks.*.expand": "row"})
+    task = gpt(plan={"blocks.*.expand": "row"})
     with pytest.raises(
         Exception, match=r"module 'blocks.0.expand' is row, so it needs 6 features on slice \d, but got"
     ):
@@ -130,7 +131,7 @@ def test_more_slices_than_heads_are_refused() -> None:
     with pytest.raises(
         UserError, match=r"'blocks\.0\.project' is heads=3 fused=3, which is too small for 4 slices"
     ):
-        mh.fit(language(), "tensor slices=4", workers=4, steps=2)
+        mh.fit(gpt(), "tensor slices=4", workers=4, steps=2)
 
 
 def test_a_loss_that_is_not_finite_names_its_worker() -> None:
@@ -143,7 +144,7 @@ def test_a_loss_that_is_not_finite_names_its_worker() -> None:
             return self.layer(x) * float("nan")
 
     task = replace(
-        language(),
+        gpt(),
         model=Broken,
         loss=lambda model, batch: model(batch[:, :4].float()).mean(),
         evaluation=None,
@@ -157,4 +158,4 @@ def test_compiling_a_slice_is_refused() -> None:
     with pytest.raises(
         UserError, match=r"compile: torch\.compile needs a complete model, and under `tensor`"
     ):
-        mh.fit(language(), "tensor", workers=2, steps=2, options=mh.Options(compile=True))
+        mh.fit(gpt(), "tensor", workers=2, steps=2, options=mh.Options(compile=True))

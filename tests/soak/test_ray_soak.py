@@ -96,8 +96,8 @@ def test_actors_carry_roles_and_their_ends_are_reported(nodes: Any) -> None:
         pass
 
 
-def test_language_ends_with_the_weights_of_local_processes(nodes: Any) -> None:
-    task = build("language", context=16, layers=1, width=32, heads=2)
+def test_gpt_ends_with_the_weights_of_local_processes(nodes: Any) -> None:
+    task = build("gpt", context=16, layers=1, width=32, heads=2)
     arguments: dict[str, Any] = {"workers": 4, "steps": 30, "seed": 3}
     here = mh.fit(task, "allreduce", **arguments)
     there = mh.fit(task, "allreduce", cluster="auto workers=spread", **arguments)

@@ -175,7 +175,7 @@ def test_four_hosts_end_with_the_weights_of_four_processes(tmp_path: Path) -> No
     """
     train = [
         "train",
-        "language",
+        "gpt",
         "--strategy",
         "allreduce algorithm=ring",
         "--steps",

@@ -363,12 +363,12 @@ def test_a_count_that_no_corpus_has_is_refused(tmp_path: Path, count: bytes) -> 
 # ── replay ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("name", ["digits", "language"])
+@pytest.mark.parametrize("name", ["digits", "gpt"])
 def test_a_recorded_model_of_absurd_width_is_refused_with_the_figure(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "text").write_text("a text to learn from, " * 200)
-    options = {"path": tmp_path / "text"} if name == "language" else {}
+    options = {"path": tmp_path / "text"} if name == "gpt" else {}
     record = SimpleNamespace(workers=2)
     monkeypatch.setattr(replay, "available_bytes", lambda: 8 << 30)
     replay._check_capacity(tmp_path, TASKS[name].build(**options), record)
@@ -401,7 +401,7 @@ def test_recorded_options_of_another_kind_are_refused_by_name(tmp_path: Path, op
 @pytest.mark.parametrize("path", ["a\0b", "\ud800"], ids=repr)
 def test_an_option_that_no_file_can_be_called_is_refused(tmp_path: Path, path: str) -> None:
     with pytest.raises(UserError, match=r"path is .*; it must be a path") as caught:
-        replay._built_in(tmp_path, {"task": "language", "task_options": {"path": path}})
+        replay._built_in(tmp_path, {"task": "gpt", "task_options": {"path": path}})
     printed(caught.value)
 
 

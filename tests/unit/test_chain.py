@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 from manyhands.engine.chain import ChainFunction, OverTime, chain_of, named_chain
 from manyhands.errors import UserError
+from manyhands.workloads.language.gpt import GPT
+from manyhands.workloads.language.recurrent import RecurrentLayer, RecurrentNetwork
 from manyhands.workloads.tasks.digits import ImageClassifier
-from manyhands.workloads.tasks.language import Transformer
-from manyhands.workloads.tasks.recurrent import RecurrentLayer, RecurrentNetwork
 
 TOKENS = torch.randint(0, 256, (3, 12), generator=torch.Generator().manual_seed(0))
 IMAGES = torch.randint(0, 256, (3, 1, 28, 28), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
 BLOCK = ["attention_norm", "project", "mix", "feed_norm", "expand", "shrink"]
 MODELS = {
-    "transformer": lambda: Transformer(context=16, layers=2, width=16, heads=4),
+    "transformer": lambda: GPT(context=16, layers=2, width=16, heads=4),
     "classifier": lambda: ImageClassifier(side=28, white=255, width=8, stride=2),
     "deep classifier": lambda: ImageClassifier(side=28, white=255, width=8, stride=2, depth=6),
     "lstm": lambda: RecurrentNetwork(layers=3, width=16),
@@ -133,7 +133,7 @@ def test_what_is_no_chain_is_told_how_to_say_it(model: nn.Module, message: str) 
 
 def test_an_applied_function_keeps_its_modules_when_copied() -> None:
     """A stage of a pipeline is a copy of some modules: tied weights stay tied, and nothing else comes along."""
-    model = Transformer(context=16, layers=1, width=16, heads=2)
+    model = GPT(context=16, layers=1, width=16, heads=2)
     stage = copy.deepcopy(nn.Sequential(*chain_of(model)))
     assert isinstance(stage[0], ChainFunction)
     assert stage[0].tokens.weight is stage[-1].weight

@@ -48,7 +48,7 @@ def test_mistakes_that_words_alone_show_are_refused_before_anything_heavy_is_imp
         "train|digits|--workers|two": "workers='two' must be an integer of at least 1",
         "train|digits|--steps|-1": "steps=-1 must be an integer of at least 1",
         "train|gbdt|--workers|0": "workers=0 must be an integer of at least 1",
-        "train|language|--epochs|0": "epochs=0 must be an integer of at least 1",
+        "train|gpt|--epochs|0": "epochs=0 must be an integer of at least 1",
         "train|digits|--strategy|federated|--rounds|0": "rounds=0 must be an integer of at least 1",
         "train|digitz": "there is no task 'digitz'; ",
         "train|digits|--strategy|mirored": "unknown strategy 'mirored'; ",

@@ -260,7 +260,7 @@ def test_devices_are_not_reported_where_the_servers_files_are(tmp_path: Path) ->
     text = tmp_path / "text.txt"
     text.write_text("a b c d e f g h " * 200)
     job = FederatedJob.make(
-        TASKS["language"].build(path=text, context=8, evaluation_bytes=100),
+        TASKS["gpt"].build(path=text, context=8, evaluation_bytes=100),
         "federated clients=2",
         RoundSettings(rounds=1),
     )

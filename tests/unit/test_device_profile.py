@@ -16,7 +16,7 @@ from manyhands.facts import ModelFootprint
 from manyhands.foresight.estimate import estimate
 from manyhands.foresight.plan.described_cluster import DescribedDevice
 from manyhands.foresight.plan.device_profile import count_batch, device_profile
-from manyhands.workloads.tasks.language import LanguageOptions, language
+from manyhands.workloads.language.gpt import GPTOptions, gpt
 
 SAMPLES, WIDTHS = 32, (64, 128, 256, 16)
 DEVICE = DescribedDevice(name="d", flops_per_s=1e12, efficiency=0.5, bytes_per_s=1e11)
@@ -78,7 +78,7 @@ def test_what_an_operation_takes_at_least_is_counted_for_each(linear: ModelFootp
 def test_a_transformer_computes_what_is_published_for_a_token() -> None:
     """6 P + 12 L h s FLOPs for each token (Narayanan et al. 2021, without recomputing), P of all products' weights."""
     layers, width, context = 3, 64, 48
-    task = language(LanguageOptions(layers=layers, width=width, heads=4, context=context, batch_size=4))
+    task = gpt(GPTOptions(layers=layers, width=width, heads=4, context=context, batch_size=4))
     traced = estimate(task).footprint.traced
     assert traced is not None
     weights = 12 * layers * width**2 + VOCABULARY * width

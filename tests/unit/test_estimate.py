@@ -22,7 +22,8 @@ from manyhands.facts import LayerFootprint, ModelFootprint
 from manyhands.foresight.estimate import estimate
 from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy
-from manyhands.workloads.tasks.language import Transformer, next_byte_loss
+from manyhands.workloads.language.gpt import GPT
+from manyhands.workloads.language.next_token import next_byte_loss
 
 BATCH = 6
 
@@ -35,7 +36,7 @@ def transformer(**more: Any) -> mh.Task:
         **more,
     }
     return mh.Task(
-        model=lambda: Transformer(context=32, layers=3, width=64, heads=4, vocabulary=50),
+        model=lambda: GPT(context=32, layers=3, width=64, heads=4, vocabulary=50),
         loss=next_byte_loss,
         data=torch.randint(0, 50, (64, 33)),
         **options,
@@ -113,7 +114,7 @@ def test_what_is_said_is_what_is_there(make: Callable[[], mh.Task]) -> None:
 def test_nothing_large_is_allocated() -> None:
     task = transformer()
     huge = mh.Task(
-        model=lambda: Transformer(context=32, layers=10, width=16384, heads=4),
+        model=lambda: GPT(context=32, layers=10, width=16384, heads=4),
         loss=task.loss,
         data=task.data,
         optimizer=task.optimizer,
@@ -124,7 +125,7 @@ def test_nothing_large_is_allocated() -> None:
 
 
 def test_an_optimizer_that_keeps_rows_and_columns_is_counted_as_it_is() -> None:
-    model = Transformer(context=32, layers=3, width=64, heads=4, vocabulary=50)
+    model = GPT(context=32, layers=3, width=64, heads=4, vocabulary=50)
     optimizer = optim.Adafactor(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -186,7 +187,7 @@ def test_every_strategy_says_something() -> None:
 
 def test_the_command_has_a_row_for_every_strategy_and_writes_it(tmp_path: Path) -> None:
     report = tmp_path / "memory.json"
-    asked = ["language", "--layers", "3", "--width", "96", "--workers", "4", "--json", str(report)]
+    asked = ["gpt", "--layers", "3", "--width", "96", "--workers", "4", "--json", str(report)]
     shown = CliRunner().invoke(memory_app, asked)
     assert shown.exit_code == 0, shown.output
     for word in ("single", "mirrored", "sharded", "ps", "shared by all"):
@@ -248,6 +249,6 @@ def test_the_command_is_not_silent_and_says_how_many_stages_it_takes(
     ],
 )
 def test_what_makes_no_sense_is_refused(asked: list[str], said: str) -> None:
-    shown = CliRunner().invoke(memory_app, ["language", *asked])
+    shown = CliRunner().invoke(memory_app, ["gpt", *asked])
     assert isinstance(shown.exception, UserError)
     assert said in str(shown.exception)

@@ -30,7 +30,7 @@ from manyhands.errors import UserError
 from manyhands.facts import IN_STEP, Facts, Truth
 from manyhands.foresight.graph_drawing import graph_svg, graph_text
 from manyhands.strategy import Strategy
-from manyhands.workloads.tasks.language import Transformer
+from manyhands.workloads.language.gpt import GPT
 
 FIGURES = Path(__file__).parent.parent.parent / "docs" / "figures"
 
@@ -112,11 +112,11 @@ def test_places_by_name_are_those_of_a_placement() -> None:
 
 
 def test_a_chain_is_traced_module_by_module() -> None:
-    model = Transformer(context=8, layers=2, width=16, heads=2)
+    model = GPT(context=8, layers=2, width=16, heads=2)
     tokens = torch.zeros(3, 8, dtype=torch.long)
     found = trace(model, lambda model: model(tokens).sum(), samples=3)
     assert [one.name for one in found.nodes] == ["tokens+positions", "blocks.0", "blocks.1", "norm", "head"]
-    assert [one.kind for one in found.nodes][:2] == ["Embedding+Embedding", "TransformerBlock"]
+    assert [one.kind for one in found.nodes][:2] == ["Embedding+Embedding", "GPTBlock"]
     assert found.nodes[0].modules == ("tokens", "positions")
     assert [one.shape for one in found.nodes] == [(3, 8, 16)] * 4 + [(3, 8, 256)]
     assert [one.output_bytes for one in found.nodes] == [3 * 8 * 16 * 4] * 4 + [3 * 8 * 256 * 4]
@@ -191,9 +191,7 @@ def test_the_table_names_what_is_cut_and_what_is_shared() -> None:
         "  act → out: 96 B, 3×8, stage 0 → stage 2",
         "  act (2) → c: 96 B, 3×8, stage 1 → stage 2",
     ]
-    tied = trace(
-        Transformer(context=4, layers=1, width=8, heads=1), lambda model: model(torch.zeros(1, 4).long()), 1
-    )
+    tied = trace(GPT(context=4, layers=1, width=8, heads=1), lambda model: model(torch.zeros(1, 4).long()), 1)
     lines = graph_text(tied, ["x", "x", "y", "y"]).splitlines()
     assert lines[-1] == "shared parameters: tokens+positions, head: 8.0 KiB, in several places"
     assert graph_text(tied, ["x"] * 4).splitlines()[-2:] == [
@@ -232,7 +230,7 @@ def test_workers_that_have_parts_of_a_model_work_on_the_same_samples() -> None:
     assert "split by layers · 32 samples\n" in staged
 
 
-@pytest.mark.parametrize("name", ["digits", "language", "recurrent"])
+@pytest.mark.parametrize("name", ["digits", "gpt", "recurrent"])
 def test_every_strategy_that_has_whole_models_cuts_nothing(name: str) -> None:
     output = shown(name, "--workers", "4")
     assert re.match(rf"{name} · mirrored · 4 workers · split by data · (8|16) samples\n", output)
@@ -273,10 +271,10 @@ def test_a_strategy_that_cuts_layers_says_the_stages() -> None:
 
 def test_the_figure_in_the_docs_is_what_the_command_draws(tmp_path: Path) -> None:
     picture = tmp_path / "graph.svg"
-    output = shown("language", "--place", "blocks.*=cuda:0", "--svg", str(picture))
+    output = shown("gpt", "--place", "blocks.*=cuda:0", "--svg", str(picture))
     assert "  blocks.1 → norm: 1.0 MiB, 32×64×128, cuda:0 → cpu" in output
     assert f"picture in {picture}" in output
-    assert picture.read_text() == (FIGURES / "graph-language.svg").read_text()
+    assert picture.read_text() == (FIGURES / "graph-gpt.svg").read_text()
 
 
 @pytest.mark.parametrize(
@@ -298,7 +296,7 @@ def test_the_figure_in_the_docs_is_what_the_command_draws(tmp_path: Path) -> Non
 )
 def test_what_makes_no_sense_is_refused(words: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        CliRunner().invoke(app, ["graph", "language", *words], catch_exceptions=False)
+        CliRunner().invoke(app, ["graph", "gpt", *words], catch_exceptions=False)
 
 
 def test_a_pipeline_says_which_layers_its_stages_have() -> None:

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 import manyhands as mh
 from manyhands.cli.main import app
 from manyhands.serving.opening import open_predictor
+from manyhands.workloads.builtin_task import TaskEnd
 from manyhands.workloads.predictor import ReadAs
 from manyhands.workloads.tasks import build
-from manyhands.workloads.tasks.builtin import TaskEnd
 from manyhands.workloads.tasks.line import least_squares, line_table
 
 

@@ -24,7 +24,8 @@ from manyhands.strategies.common.sharding.layer_units import REST
 from manyhands.strategies.single.offload import OffloadedTensors, OffloadExchange, ThreadMover
 from manyhands.strategies.single.strategy import Budget, UnitBytes, plan_budget
 from manyhands.strategy import Strategy
-from manyhands.workloads.tasks.language import Transformer, next_byte_loss
+from manyhands.workloads.language.gpt import GPT
+from manyhands.workloads.language.next_token import next_byte_loss
 
 KIB = 1 << 10
 STEPS = 6
@@ -34,9 +35,7 @@ def task(dtype: torch.dtype = torch.float64, *, layers: int = 5, tied: bool = Fa
     torch.manual_seed(0)
     options: dict[str, Any] = {"optimizer": OPTIMIZERS["adamw"], "batch_size": 4, **more}
     return mh.Task(
-        model=lambda: Transformer(context=8, layers=layers, width=24, heads=4, tied=tied, vocabulary=21).to(
-            dtype
-        ),
+        model=lambda: GPT(context=8, layers=layers, width=24, heads=4, tied=tied, vocabulary=21).to(dtype),
         loss=next_byte_loss,
         data=torch.randint(0, 21, (10, 9)),
         **options,
@@ -142,7 +141,7 @@ def test_a_model_that_leaves_layers_out_and_one_in_float32() -> None:
     assert same_bits(train_limited(small, STEPS, 300 * KIB), train_plainly(small, STEPS))
 
 
-class Again(Transformer):
+class Again(GPT):
     """Keeps only the inputs of its blocks, and computes the rest again in backward."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -289,7 +288,7 @@ def test_a_gpu_stays_within_the_limit() -> None:
     one = task(torch.float32)
     big = replace(
         one,
-        model=lambda: Transformer(context=8, layers=24, width=512, heads=8, tied=False, vocabulary=21),
+        model=lambda: GPT(context=8, layers=24, width=512, heads=8, tied=False, vocabulary=21),
         optimizer=lambda rows: optim.AdamW(rows, lr=1e-4),
     )
     plain = mh.fit(big, "single", steps=STEPS, device="cuda")

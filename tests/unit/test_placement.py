@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import manyhands as mh
 from manyhands.engine.placement.placed import Placed, assigned, brought
 from manyhands.errors import UserError
-from manyhands.workloads.tasks.language import Transformer
+from manyhands.workloads.language.gpt import GPT
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 NAMES = ["tokens", "blocks", "blocks.0", "blocks.0.mix", "blocks.1", "blocks.1.mix", "head"]
@@ -55,9 +55,9 @@ def ran(placed: Placed) -> list[tuple[str, str, str, tuple[int, ...], int]]:
     return [(one.module, one.operation, one.device, one.shape, one.copied_bytes) for one in placed.log]
 
 
-def transformer(tied: bool = True) -> Transformer:
+def transformer(tied: bool = True) -> GPT:
     torch.manual_seed(0)
-    return Transformer(context=8, layers=2, width=8, heads=2, tied=tied)
+    return GPT(context=8, layers=2, width=8, heads=2, tied=tied)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_a_placed_model_is_the_same_model() -> None:
     before, keys = model(X), list(model.state_dict())
     placed = mh.place(model, {"blocks.*": "auto"})
     assert placed is model
-    assert isinstance(placed, Transformer)
+    assert isinstance(placed, GPT)
     assert list(placed.state_dict()) == keys
     torch.testing.assert_close(placed(X), before)
     assert {one.module for one in placed.log} >= {"", "tokens", "blocks.0", "blocks.1.mix", "head"}

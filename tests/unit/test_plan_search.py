@@ -342,8 +342,8 @@ def test_the_file_of_a_plan_is_read_back_and_others_are_rejected(tmp_path: Path)
     made: Any = TaskPlan(task=None, cluster=cluster(), steps=10, ranked=found, chosen=found.best)  # type: ignore[arg-type]
     path.write_text(json.dumps(plan_record("digits", {}, made)))
     assert planned(path, "digits", {}) == (str(found.rows[0].strategy), found.rows[0].workers)
-    with pytest.raises(UserError, match="is a plan for 'digits', not for language"):
-        planned(path, "language", {})
+    with pytest.raises(UserError, match="is a plan for 'digits', not for gpt"):
+        planned(path, "gpt", {})
     with pytest.raises(UserError, match="is for digits with no options; give the same ones"):
         planned(path, "digits", {"batch-size": "32"})
     for text in (

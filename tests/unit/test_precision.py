@@ -16,14 +16,14 @@ from manyhands.lab.bench import inference
 from manyhands.lab.bench.inference import format_table, measured_together, run_bench
 from manyhands.places.local.supervisor import Ended, Event, Said
 from manyhands.serving.torch_predictors import TextGenerator
+from manyhands.workloads.language.gpt import GPT
+from manyhands.workloads.language.recurrent import RecurrentNetwork
 from manyhands.workloads.predictor import in_precision
 from manyhands.workloads.tasks.digits import ImageClassifier
-from manyhands.workloads.tasks.language import Transformer
-from manyhands.workloads.tasks.recurrent import RecurrentNetwork
 
 MODELS: dict[str, tuple[nn.Module, torch.Tensor]] = {
     "digits": (ImageClassifier(side=8, white=16, width=8), torch.rand(32, 1, 8, 8) * 16),
-    "language": (Transformer(context=8, layers=1, width=32, heads=2), torch.randint(0, 256, (8, 8))),
+    "gpt": (GPT(context=8, layers=1, width=32, heads=2), torch.randint(0, 256, (8, 8))),
     "recurrent": (RecurrentNetwork(layers=1, width=32), torch.randint(0, 256, (8, 8))),
 }
 
@@ -42,7 +42,7 @@ def test_scores_are_off_by_little(name: str, precision: str) -> None:
 
 
 def test_a_predictor_takes_on_the_precision_it_was_asked_for() -> None:
-    generator = TextGenerator(Transformer(context=8, layers=1, width=32, heads=2), context=8)
+    generator = TextGenerator(GPT(context=8, layers=1, width=32, heads=2), context=8)
     generator.check_precision("bf16")
     generator.precision = "bf16"
     generator.prepare()

@@ -22,7 +22,8 @@ from manyhands.strategies.common.grid.grid_group import LinkGroup, PlayedGroup
 from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy
 from manyhands.wire.parcels import Parcel
-from manyhands.workloads.tasks.language import Transformer, next_byte_loss
+from manyhands.workloads.language.gpt import GPT
+from manyhands.workloads.language.next_token import next_byte_loss
 
 BATCH, TIME, WIDTH = 16, 64, 64
 
@@ -44,7 +45,7 @@ def layers(width: int = 512, **more: Any) -> ModelFootprint:
 @cache
 def transformer(blocks: int) -> ModelFootprint:
     task = mh.Task(
-        model=lambda: Transformer(context=TIME, layers=blocks, width=WIDTH, heads=4, vocabulary=48),
+        model=lambda: GPT(context=TIME, layers=blocks, width=WIDTH, heads=4, vocabulary=48),
         loss=next_byte_loss,
         data=torch.zeros(64, TIME + 1, dtype=torch.uint8),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),

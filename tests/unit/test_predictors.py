@@ -28,6 +28,8 @@ from manyhands.workloads.gbdt.row_sources import ArraySource
 from manyhands.workloads.gbdt.text_format import MODEL_TEXT, write_model
 from manyhands.workloads.gbdt.training import TableChoice, train_gbdt
 from manyhands.workloads.glove.vector_files import Vectors, VectorsPredictor
+from manyhands.workloads.language.gpt import GPT
+from manyhands.workloads.language.recurrent import RecurrentNetwork
 from manyhands.workloads.logreg.labels import Labels
 from manyhands.workloads.logreg.model import MODEL_FILE, LogregModel
 from manyhands.workloads.predictor import Predictor, ReadAs
@@ -35,8 +37,6 @@ from manyhands.workloads.registry import WORKLOADS, load
 from manyhands.workloads.svd.model import SvdModel, SvdPredictor
 from manyhands.workloads.tasks import TASKS
 from manyhands.workloads.tasks.digits import ImageClassifier, read_digits
-from manyhands.workloads.tasks.language import Transformer
-from manyhands.workloads.tasks.recurrent import RecurrentNetwork
 
 SHAPE = ImageShape(8, 16)
 
@@ -231,10 +231,10 @@ def written_plainly(model: nn.Module, context: int, prompt: str, length: int) ->
 @pytest.mark.parametrize(
     "model",
     [
-        Transformer(context=12, layers=2, width=16, heads=2).double(),
+        GPT(context=12, layers=2, width=16, heads=2).double(),
         RecurrentNetwork(layers=2, width=16).double(),
     ],
-    ids=["language", "recurrent"],
+    ids=["gpt", "recurrent"],
 )
 def test_texts_go_on_beside_others_as_they_do_alone(model: nn.Module) -> None:
     generator = TextGenerator(model, context=12)
@@ -260,7 +260,7 @@ def test_bytes_are_drawn_as_the_temperature_says() -> None:
 
 def test_a_seed_fixes_what_is_written() -> None:
     torch.manual_seed(0)
-    generator = TextGenerator(Transformer(context=8, layers=1, width=8, heads=1), context=8)
+    generator = TextGenerator(GPT(context=8, layers=1, width=8, heads=1), context=8)
     prompts = generator.inputs(["x", {"prompt": "x", "seed": 1}, {"prompt": "x", "seed": 0}])
     first, other, again = generator.continued(prompts)
     assert first == again != other
@@ -345,8 +345,8 @@ def test_the_example_is_a_word_that_can_be_asked(first: str) -> None:
     [
         ("digits", {"width": 1 << 24}, "has shape .*, but its options give"),
         ("digits", {"width": 8, "side": 3}, "no option 'side'"),
-        ("language", {"width": 8, "heads": 1, "layers": 20, "context": 128}, "it has no "),
-        ("language", {"layers": 10**9}, "at most 1000"),
+        ("gpt", {"width": 8, "heads": 1, "layers": 20, "context": 128}, "it has no "),
+        ("gpt", {"layers": 10**9}, "at most 1000"),
         ("recurrent", {"width": 1 << 24, "layers": 1}, "has shape .*, but its options give"),
         ("recurrent", {"width": 8, "layers": 1, "context": "a"}, "context is 'a'"),
         ("recurrent", {"width": 8, "layers": 1}, "does not name its context length"),
@@ -358,7 +358,7 @@ def test_a_header_that_promises_another_model_takes_no_memory(
 ) -> None:
     models = {
         "digits": ImageClassifier(side=8, white=16, width=8),
-        "language": Transformer(context=128, layers=1, width=8, heads=1),
+        "gpt": GPT(context=128, layers=1, width=8, heads=1),
     }
     weights = models.get(name, RecurrentNetwork(layers=1, width=8)).state_dict()
     about = {"task": name, "options": json.dumps(options), "steps": "1"}

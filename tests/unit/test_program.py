@@ -20,7 +20,7 @@ from manyhands.workloads.logreg.model import MODEL_FILE, LogregModel, export_log
 
 SMALL = {
     "digits": {"width": 4},
-    "language": {"context": 8, "width": 8, "heads": 1, "layers": 1},
+    "gpt": {"context": 8, "width": 8, "heads": 1, "layers": 1},
     "recurrent": {"context": 8, "width": 8, "layers": 2},
 }
 

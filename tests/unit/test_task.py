@@ -14,9 +14,9 @@ from torch import nn
 
 from manyhands.errors import UserError
 from manyhands.task import Task
+from manyhands.workloads.builtin_task import BuiltinTask
 from manyhands.workloads.task_options import Option, check_options, option
 from manyhands.workloads.tasks import TASKS, build
-from manyhands.workloads.tasks.builtin import BuiltinTask
 from manyhands.workloads.tasks.digits import accuracy
 
 
@@ -105,7 +105,7 @@ def test_a_task_of_closures_travels_by_cloudpickle() -> None:
 
 
 def test_the_registry_names_every_task_and_its_length() -> None:
-    assert list(TASKS) == ["digits", "mnist", "language", "recurrent", "line"]
+    assert list(TASKS) == ["digits", "mnist", "gpt", "recurrent", "line"]
     for name, entry in TASKS.items():
         assert entry.name == name
         assert (entry.epochs is None) != (entry.steps is None)
@@ -117,10 +117,8 @@ def test_unknown_names_are_refused_with_the_nearest() -> None:
         UserError, match=r"no built-in task 'digit'; allowed: digits, .*; did you mean 'digits'"
     ):
         build("digit")
-    with pytest.raises(
-        UserError, match=r"task 'language' has no option 'contxt'; .* did you mean 'context'\?"
-    ):
-        build("language", contxt=3)
+    with pytest.raises(UserError, match=r"task 'gpt' has no option 'contxt'; .* did you mean 'context'\?"):
+        build("gpt", contxt=3)
     with pytest.raises(UserError, match="task 'mnist' needs path: directory of the four idx files"):
         build("mnist")
 
@@ -137,9 +135,9 @@ def test_unknown_names_are_refused_with_the_nearest() -> None:
         ("digits", {"split_seed": -1}, "split_seed is -1"),
         ("mnist", {"path": 3}, "path is 3; it must be a path"),
         ("mnist", {"path": "/nowhere"}, "path is '/nowhere'; it must be a directory"),
-        ("language", {"width": 30, "heads": 4}, "heads is 4; it must divide width, which is 30"),
-        ("language", {"tied": 1}, "tied is 1; it must be true or false"),
-        ("language", {"path": "/nowhere/text"}, "/nowhere/text cannot be read: No such file"),
+        ("gpt", {"width": 30, "heads": 4}, "heads is 4; it must divide width, which is 30"),
+        ("gpt", {"tied": 1}, "tied is 1; it must be true or false"),
+        ("gpt", {"path": "/nowhere/text"}, "/nowhere/text cannot be read: No such file"),
     ],
 )
 def test_options_are_checked(name: str, options: dict[str, Any], message: str) -> None:

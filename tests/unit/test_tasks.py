@@ -19,16 +19,11 @@ from torch import Tensor, nn
 from manyhands.data.batches import BatchPlan, BatchSource
 from manyhands.errors import DataError, UserError
 from manyhands.task import Task
+from manyhands.workloads.language.gpt import GPT, GPTOptions, gpt
+from manyhands.workloads.language.next_token import bits_per_byte, next_byte_loss
+from manyhands.workloads.language.recurrent import RecurrentNetwork
 from manyhands.workloads.tasks import TASKS, build
 from manyhands.workloads.tasks.digits import ImageClassifier, accuracy, digits
-from manyhands.workloads.tasks.language import (
-    LanguageOptions,
-    Transformer,
-    bits_per_byte,
-    language,
-    next_byte_loss,
-)
-from manyhands.workloads.tasks.recurrent import RecurrentNetwork
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +36,7 @@ def one_thread() -> Iterator[None]:
 
 
 TINY = {"context": 16, "layers": 1, "width": 16, "heads": 2, "evaluation_bytes": 2048}
-SMALL = {"language": TINY, "recurrent": {"context": 16, "layers": 2, "width": 16, "evaluation_bytes": 2048}}
+SMALL = {"gpt": TINY, "recurrent": {"context": 16, "layers": 2, "width": 16, "evaluation_bytes": 2048}}
 
 
 def train(task: Task, steps: int, seed: int = 0) -> nn.Module:
@@ -263,7 +258,7 @@ def test_mnist_files_that_do_not_fit_are_named(
 @pytest.mark.parametrize(
     ("name", "options", "steps"),
     [
-        ("language", {"context": 16, "layers": 1, "heads": 2, "learning_rate": 2e-3}, 125),
+        ("gpt", {"context": 16, "layers": 1, "heads": 2, "learning_rate": 2e-3}, 125),
         ("recurrent", {"layers": 1, "learning_rate": 2e-2}, 40),
     ],
 )
@@ -294,12 +289,12 @@ def test_a_text_is_read_from_a_file_and_its_end_held_out(tmp_path: Path, name: s
 def test_a_text_too_short_for_its_windows_is_named(tmp_path: Path) -> None:
     (tmp_path / "short").write_text("x" * 160)
     with pytest.raises(DataError, match=r"short: of 160 bytes of text 16 are held out .* give a longer text"):
-        build("language", **TINY | {"path": tmp_path / "short"})
+        build("gpt", **TINY | {"path": tmp_path / "short"})
 
 
-def transformer(**changes: Any) -> Transformer:
+def transformer(**changes: Any) -> GPT:
     torch.manual_seed(0)
-    return Transformer(**{"context": 12, "layers": 2, "width": 16, "heads": 4} | changes).double()
+    return GPT(**{"context": 12, "layers": 2, "width": 16, "heads": 4} | changes).double()
 
 
 def test_a_position_sees_nothing_that_follows() -> None:
@@ -370,9 +365,9 @@ def test_recurrent_takes_its_layers_and_width() -> None:
 
 
 def test_a_hundred_million_parameters() -> None:
-    options = LanguageOptions(layers=14, width=768, heads=12, context=1024)
+    options = GPTOptions(layers=14, width=768, heads=12, context=1024)
     with torch.device("meta"):
-        model = Transformer(context=1024, layers=options.layers, width=options.width, heads=options.heads)
+        model = GPT(context=1024, layers=options.layers, width=options.width, heads=options.heads)
     assert 95e6 < sum(p.numel() for p in model.parameters()) < 105e6
 
 
@@ -384,8 +379,8 @@ def test_bits_are_nats_over_ln_2() -> None:
     torch.testing.assert_close(bits_per_byte(model, windows), -chosen.mean() / math.log(2))
 
 
-def test_language_without_options_uses_the_standard_library() -> None:
-    task = language()
-    assert task.name == "language"
-    assert task.data.shape[1] == LanguageOptions().context + 1
+def test_gpt_without_options_uses_the_standard_library() -> None:
+    task = gpt()
+    assert task.name == "gpt"
+    assert task.data.shape[1] == GPTOptions().context + 1
     assert task.data.size > 3_000_000

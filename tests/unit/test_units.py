@@ -20,11 +20,11 @@ from manyhands.strategies.common.sharding.layer_units import (
 from manyhands.strategies.common.sharding.sliced_optimizer import Piece
 from manyhands.strategies.sharded.exchange import Grant, UnitRequest, Want, grant
 from manyhands.wire.flat_layout import bucket_of
-from manyhands.workloads.tasks.language import Transformer
+from manyhands.workloads.language.gpt import GPT
 
 
-def small(*, tied: bool) -> Transformer:
-    return Transformer(context=6, layers=3, width=8, heads=2, tied=tied, vocabulary=13)
+def small(*, tied: bool) -> GPT:
+    return GPT(context=6, layers=3, width=8, heads=2, tied=tied, vocabulary=13)
 
 
 def test_layers_are_units_and_what_they_share_is_the_last() -> None:

@@ -54,7 +54,7 @@ def _backend(asked: _CollectiveOptions) -> None:
 @dataclass(frozen=True, kw_only=True)
 class _StepOptions:
     workers: int = option(2, "Processes on this host.")
-    workload: str = option("mlp,cnn,language", "Models to train, separated by commas.")
+    workload: str = option("mlp,cnn,gpt", "Models to train, separated by commas.")
     steps: int = option(step.DEFAULT_STEPS, "Measured steps of each contender.")
     allow_overload: AllowOverload = False
     json_file: Path | None = json_option()
@@ -90,7 +90,7 @@ def _server(asked: _ServerOptions) -> None:
 @dataclass(frozen=True, kw_only=True)
 class _InferenceOptions:
     models: str = option(
-        "digits", "Models: digits, language, recurrent, or a Task of your own as module:name; with commas."
+        "digits", "Models: digits, gpt, recurrent, or a Task of your own as module:name; with commas."
     )
     precisions: str = option("fp32,bf16,int8", "Precisions: fp32, bf16 and int8, separated by commas.")
     batches: str = option("1,32", "Batch sizes to measure, such as 1,8,64.")

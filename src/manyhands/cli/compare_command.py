@@ -22,10 +22,10 @@ from manyhands.cli.runs import leave_findings, progress_line, start_own_workers
 from manyhands.errors import UserError
 from manyhands.lab.compare.comparison import DEFAULT_STRATEGIES, Target, Trial, parse_strategies
 from manyhands.lab.sweep.trials import parse_values
+from manyhands.workloads.builtin_task import BuiltinTask
 from manyhands.workloads.compiled_workload import CompiledWorkload
 from manyhands.workloads.registry import TASK_NAMES, offered
 from manyhands.workloads.task_options import chosen
-from manyhands.workloads.tasks.builtin import BuiltinTask
 
 if TYPE_CHECKING:
     from manyhands.engine.kernel_task import AnyTask

@@ -12,8 +12,8 @@ from manyhands.cli import command_options
 from manyhands.cli.command_options import argument, command_group, from_options, option, task_commands
 from manyhands.cli.program import spare_the_compiler
 from manyhands.cli.runs import Resume
+from manyhands.workloads.builtin_task import BuiltinTask
 from manyhands.workloads.task_options import narrowed
-from manyhands.workloads.tasks.builtin import BuiltinTask
 
 if TYPE_CHECKING:
     from manyhands.task import Task

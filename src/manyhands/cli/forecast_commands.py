@@ -18,7 +18,7 @@ from manyhands.cli.runs import ended_by_signal, leave_findings, progress_line, s
 from manyhands.cli.train_command import end_run, task_table
 from manyhands.errors import UserError
 from manyhands.lab.sweep.trials import flag, parse_values
-from manyhands.workloads.tasks.builtin import BuiltinTask
+from manyhands.workloads.builtin_task import BuiltinTask
 
 if TYPE_CHECKING:
     from manyhands.foresight.simulate.simulated_spec import NetworkModel

@@ -20,7 +20,7 @@ from manyhands.cli.lazy_commands import usual_workers
 from manyhands.cli.runs import status_line
 from manyhands.errors import UserError, format_bytes, num_of
 from manyhands.strategy import Strategy, check_count
-from manyhands.workloads.tasks.builtin import BuiltinTask
+from manyhands.workloads.builtin_task import BuiltinTask
 
 if TYPE_CHECKING:
     from torch import nn

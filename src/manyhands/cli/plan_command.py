@@ -29,7 +29,7 @@ from manyhands.lab.sweep.trials import flag, parse_values
 from manyhands.strategies.auto.promised import Must
 from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import check_count, integer, parse_size
-from manyhands.workloads.tasks.builtin import BuiltinTask
+from manyhands.workloads.builtin_task import BuiltinTask
 
 if TYPE_CHECKING:
     from manyhands.foresight.plan.plan_search import PlanLimits

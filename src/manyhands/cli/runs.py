@@ -25,8 +25,8 @@ from manyhands.observe.draw import paper
 from manyhands.observe.draw.charts import Series, line_chart
 from manyhands.places.external.specification import EVALUATOR, ClusterSpec
 from manyhands.places.place import TF_CONFIG, ignore_environment
+from manyhands.workloads.builtin_task import TaskTable
 from manyhands.workloads.compiled_workload import TableRows
-from manyhands.workloads.tasks.builtin import TaskTable
 
 if TYPE_CHECKING:
     from manyhands.lab.compare.comparison import Progress

@@ -16,8 +16,8 @@ from manyhands.cli.runs import Resume, ended_by_signal, leave_findings, progress
 from manyhands.errors import UserError, nearest
 from manyhands.lab.compare.comparison import check_separators
 from manyhands.lab.sweep.trials import SweepPlan, SweepSetting, parse_values
+from manyhands.workloads.builtin_task import BuiltinTask
 from manyhands.workloads.task_options import Option
-from manyhands.workloads.tasks.builtin import BuiltinTask
 
 if TYPE_CHECKING:
     from manyhands.lab.sweep.sweep_report import SweepRow

@@ -23,10 +23,10 @@ from manyhands.errors import ManyhandsError, UserError, format_bytes, num_of
 from manyhands.places.place import find_place
 from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy
+from manyhands.workloads.builtin_task import BuiltinTask, TaskEnd, TaskTable
 from manyhands.workloads.compiled_workload import CompiledWorkload
 from manyhands.workloads.registry import offered
 from manyhands.workloads.task_options import chosen
-from manyhands.workloads.tasks.builtin import BuiltinTask, TaskEnd, TaskTable
 
 if TYPE_CHECKING:
     from manyhands.engine.options import Options

@@ -73,7 +73,7 @@ def predict_command(asked: _PredictOptions) -> None:
 
     - glove: a word, or words as in "king - man + woman"; the nearest words.
 
-    - language, recurrent: see `manyhands generate`.
+    - gpt, recurrent: see `manyhands generate`.
 
     - your own Task, by --task: a JSON array of inputs or an npy array; an answer as JSON on each line.
 
@@ -139,7 +139,7 @@ class _GenerateOptions(_Model):
 
 @from_options
 def generate_command(asked: _GenerateOptions) -> None:
-    """For runs of `train language` and `train recurrent`; `manyhands serve RUN` does the same over HTTP."""
+    """For runs of `train gpt` and `train recurrent`; `manyhands serve RUN` does the same over HTTP."""
     from manyhands.serving.opening import open_predictor
     from manyhands.serving.torch_predictors import Prompt, TextGenerator
     from manyhands.workloads.task_options import narrowed

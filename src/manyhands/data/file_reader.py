@@ -4,7 +4,7 @@ Images are grey and of one size: a picture, an npy array, an idx file, or a JSON
 in single precision, with values from 0 (black) to `white`. Pictures go from 0 to 255 and are scaled; the numbers of all
 other files are those that the model was trained on.
 
-Text for language models is a user's file or the Python standard library, in windows of bytes. Tokens are the bytes of
+Text for models of text is a user's file or the Python standard library, in windows of bytes. Tokens are the bytes of
 the UTF-8 text: 256 of them, nothing to fit, every text can be encoded, and the loss in bits per byte compares between
 any two models.
 """

@@ -208,7 +208,7 @@ def _short(value: Any) -> str:
 
 
 class TextGenerator(ModulePredictor[list[Prompt]]):
-    """Continues prompts, for models of `language` and `recurrent`; `context` is the model's, in bytes.
+    """Continues prompts, for models of `gpt` and `recurrent`; `context` is the model's, in bytes.
 
     Several prompts are continued as one batch, with shorter ones padded at their end. These models are causal, so the
     scores at the last byte of each prompt do not depend on the padding.

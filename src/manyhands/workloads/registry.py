@@ -41,7 +41,7 @@ GROUP = "manyhands.workloads"  # of entry points
 class Workload:
     """Where the parts of a workload are: each text is `module:name`. It has a `task` or a `training`."""
 
-    task: str = ""  # a `BuiltinTask` (workloads/tasks/builtin.py): PyTorch, trained by every strategy
+    task: str = ""  # a `BuiltinTask` (workloads/builtin_task.py): PyTorch, trained by every strategy
     training: str = ""
     """A `CompiledWorkload` (workloads/compiled_workload.py): compiled steps, and a training of its own."""
     forks_workers: bool = True
@@ -103,13 +103,14 @@ FAMILIES: Final = {
 }
 """The jobs that each kind of run needs besides those of its workload."""
 
-_TASKS, _OPENED = "manyhands.workloads.tasks", "manyhands.serving.torch_predictors"
+_TASKS, _LANGUAGE = "manyhands.workloads.tasks", "manyhands.workloads.language"
+_OPENED = "manyhands.serving.torch_predictors"
 
 WORKLOADS: dict[str, Workload] = {
     "digits": Workload(task=f"{_TASKS}.digits:DIGITS", predictor=f"{_OPENED}:open_images"),
     "mnist": Workload(task=f"{_TASKS}.mnist:MNIST", predictor=f"{_OPENED}:open_images"),
-    "language": Workload(task=f"{_TASKS}.language:LANGUAGE", predictor=f"{_OPENED}:open_text"),
-    "recurrent": Workload(task=f"{_TASKS}.recurrent:RECURRENT", predictor=f"{_OPENED}:open_text"),
+    "gpt": Workload(task=f"{_LANGUAGE}.gpt:GPT_TASK", predictor=f"{_OPENED}:open_text"),
+    "recurrent": Workload(task=f"{_LANGUAGE}.recurrent:RECURRENT", predictor=f"{_OPENED}:open_text"),
     "line": Workload(task=f"{_TASKS}.line:LINE", predictor=f"{_OPENED}:open_numbers"),
     "glove": Workload(
         training="manyhands.workloads.glove.command:GLOVE",

@@ -50,7 +50,7 @@ class AskedModel:
 
 MODELS: dict[str, AskedModel] = {
     "digits": AskedModel(options={"width": 32}, steps=40),
-    "language": AskedModel(options={}, steps=20),
+    "gpt": AskedModel(options={}, steps=20),
     "recurrent": AskedModel(options={}, steps=20),
 }
 """By the name of its task; a name with a colon is a Task of the user's own."""

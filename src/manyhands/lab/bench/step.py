@@ -40,8 +40,8 @@ from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles, w
 from manyhands.places.local.host import check_capacity, of_processes, threads_per_role
 from manyhands.strategy import Strategy
 from manyhands.task import Task
+from manyhands.workloads.language.gpt import GPTOptions, gpt
 from manyhands.workloads.tasks.digits import ImageClassifier, classification_loss
-from manyhands.workloads.tasks.language import LanguageOptions, language
 
 __all__ = ["DEFAULT_STEPS", "WORKLOADS", "agreed_losses", "format_table", "named_workloads", "run_bench"]
 
@@ -96,10 +96,10 @@ class Cnn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Language:
-    """The transformer of `language` with a few million weights, on the text of Python's standard library."""
+class GptBench:
+    """The transformer of `gpt` with a few million weights, on the text of Python's standard library."""
 
-    word: ClassVar[str] = "language"
+    word: ClassVar[str] = "gpt"
     optimizer: ClassVar[str] = "AdamW"
 
     batch: int = 8
@@ -109,7 +109,7 @@ class Language:
     heads: int = 8
 
     def task(self, workers: int) -> Task:
-        options = LanguageOptions(
+        options = GPTOptions(
             context=self.context,
             layers=self.layers,
             width=self.width,
@@ -117,12 +117,12 @@ class Language:
             batch_size=self.batch * workers,
         )
         return replace(
-            language(options), optimizer=partial(torch.optim.AdamW, lr=options.learning_rate, fused=True)
+            gpt(options), optimizer=partial(torch.optim.AdamW, lr=options.learning_rate, fused=True)
         )
 
 
-BenchWorkload = Mlp | Cnn | Language  # something to train, with `batch` samples per worker in every step
-WORKLOADS: dict[str, BenchWorkload] = {workload.word: workload for workload in (Mlp(), Cnn(), Language())}
+BenchWorkload = Mlp | Cnn | GptBench  # something to train, with `batch` samples per worker in every step
+WORKLOADS: dict[str, BenchWorkload] = {workload.word: workload for workload in (Mlp(), Cnn(), GptBench())}
 
 
 def _classification(
@@ -356,7 +356,7 @@ class StepContender:
 
 def _contenders(plan: StepPlan, exchanges: Mapping[str, Exchange]) -> dict[str, StepContender | None]:
     """All of them; those that this rank has no part in are None."""
-    task = harness.from_text(plan.workload, Mlp, Cnn, Language).task(plan.world)
+    task = harness.from_text(plan.workload, Mlp, Cnn, GptBench).task(plan.world)
     source = BatchSource(task.data, task.collate)
     batches = BatchPlan(len(source), task.batch_size, _SEED)
 

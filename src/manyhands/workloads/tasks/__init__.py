@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from manyhands.task import Task
+from manyhands.workloads.builtin_task import BuiltinTask
 from manyhands.workloads.registry import TASK_NAMES, WORKLOADS, load, require_task
-from manyhands.workloads.tasks.builtin import BuiltinTask
 
 __all__ = ["TASKS", "build"]
 

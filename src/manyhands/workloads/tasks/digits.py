@@ -22,8 +22,8 @@ from manyhands.data.file_reader import bundled_file
 from manyhands.engine.chain import ChainFunction
 from manyhands.errors import UserError
 from manyhands.task import Task
+from manyhands.workloads.builtin_task import BuiltinTask
 from manyhands.workloads.task_options import check_options, option
-from manyhands.workloads.tasks.builtin import BuiltinTask
 
 __all__ = ["DIGITS", "LEAST_DEPTH", "DigitsOptions", "ImageClassifier", "check_width", "digits", "image_task"]
 

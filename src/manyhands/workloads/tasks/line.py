@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from manyhands.data.batches import split
 from manyhands.task import Task
+from manyhands.workloads.builtin_task import BuiltinTask, TaskCurve, TaskEnd, TaskTable
 from manyhands.workloads.task_options import CheckedOptions, option
-from manyhands.workloads.tasks.builtin import BuiltinTask, TaskCurve, TaskEnd, TaskTable
 
 __all__ = ["LINE", "LineOptions", "least_squares", "line", "line_table"]
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from manyhands.data.file_reader import read_idx
 from manyhands.errors import DataError, UserError
 from manyhands.task import Task
+from manyhands.workloads.builtin_task import BuiltinTask
 from manyhands.workloads.task_options import check_options, option
-from manyhands.workloads.tasks.builtin import BuiltinTask
 from manyhands.workloads.tasks.digits import LEAST_DEPTH, ImageClassifier, check_width, image_task
 
 __all__ = ["MNIST", "MnistOptions", "mnist"]

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from manyhands.data.file_reader import VOCABULARY
 from manyhands.engine.chain import State
 from manyhands.task import Task
+from manyhands.workloads.builtin_task import BuiltinTask
+from manyhands.workloads.language.next_token import TextOptions, text_task
 from manyhands.workloads.task_options import option
-from manyhands.workloads.tasks.builtin import BuiltinTask
-from manyhands.workloads.tasks.language import TextOptions, text_task
 
 __all__ = ["RECURRENT", "RecurrentLayer", "RecurrentNetwork", "RecurrentOptions", "recurrent"]
 

@@ -9,85 +9,27 @@ minute on two cores, to layers=14, width=768, heads=12: a hundred million parame
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from manyhands.data.file_reader import VOCABULARY, encode, read_text, standard_library_text, windows
+from manyhands.data.file_reader import VOCABULARY
 from manyhands.engine.chain import ChainFunction
-from manyhands.errors import DataError, UserError
+from manyhands.errors import UserError
 from manyhands.task import Task
-from manyhands.workloads.task_options import CheckedOptions, check_options, option
-from manyhands.workloads.tasks.builtin import BuiltinTask
+from manyhands.workloads.builtin_task import BuiltinTask
+from manyhands.workloads.language.next_token import TextOptions, text_task
+from manyhands.workloads.task_options import check_options, option
 
-__all__ = [
-    "LANGUAGE",
-    "LanguageOptions",
-    "TextOptions",
-    "Transformer",
-    "bits_per_byte",
-    "language",
-    "next_byte_loss",
-    "text_task",
-]
+__all__ = ["GPT", "GPT_TASK", "GPTBlock", "GPTOptions", "gpt"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TextOptions(CheckedOptions):
-    """What may be chosen about every task that learns a text."""
-
-    path: Path | None = option(None, "UTF-8 text file, plain or gzip; without it, Python's standard library")
-    context: int = option(64, "context length in bytes", at_least=1)
-    batch_size: int = option(32, "windows of text in a global batch", at_least=1)
-    learning_rate: float = option(1e-3, "learning rate of AdamW", above=0)
-    evaluation_bytes: int = option(
-        65_536, "held out for evaluation: the last tenth of the text, at most this many bytes", at_least=2
-    )
-
-
-def text_task(name: str, model: Callable[[], nn.Module], options: TextOptions) -> Task:
-    """Train `model` to predict the next byte of a text file, or of the Python standard library where none is given."""
-    text = standard_library_text() if options.path is None else read_text(options.path)
-    tokens = encode(text)
-    held_out = min(len(tokens) // 10, options.evaluation_bytes)
-    if held_out <= options.context:
-        raise DataError(
-            f"{options.path or 'the standard library'}: of {len(tokens)} bytes of text {held_out} are held out "
-            f"for evaluation (evaluation_bytes={options.evaluation_bytes}), too few for one window of "
-            f"context={options.context}; give a longer text or a shorter context"
-        )
-    return Task(
-        name=name,
-        model=model,
-        loss=next_byte_loss,
-        data=windows(tokens[:-held_out], options.context),
-        optimizer=partial(torch.optim.AdamW, lr=options.learning_rate),
-        batch_size=options.batch_size,
-        evaluation=windows(tokens[-held_out:], options.context),
-        metrics={"bits_per_byte": bits_per_byte},
-    )
-
-
-def next_byte_loss(model: nn.Module, batch: Tensor) -> Tensor:
-    """Mean cross entropy, in nats per byte, of every byte of a batch of windows given those before it."""
-    tokens = batch.long()
-    scores: Tensor = model(tokens[:, :-1])
-    return F.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def bits_per_byte(model: nn.Module, batch: Tensor) -> Tensor:
-    """The same in bits: what a text compressed with this model would take."""
-    return next_byte_loss(model, batch) / math.log(2)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LanguageOptions(TextOptions):
-    """What may be chosen about the language task."""
+class GPTOptions(TextOptions):
+    """What may be chosen about `gpt`."""
 
     layers: int = option(2, "transformer blocks", at_least=1, at_most=1000)
     width: int = option(128, "features per position", at_least=1)
@@ -100,28 +42,28 @@ class LanguageOptions(TextOptions):
             raise UserError(f"heads is {self.heads}; it must divide width, which is {self.width}")
 
 
-def language(options: LanguageOptions | None = None) -> Task:
+def gpt(options: GPTOptions | None = None) -> Task:
     """Predict the next byte of a text file, or of the Python standard library where none is given."""
-    options = options or LanguageOptions()
-    return text_task("language", partial(_model, options), options)
+    options = options or GPTOptions()
+    return text_task("gpt", partial(_model, options), options)
 
 
-def _model(options: LanguageOptions) -> Transformer:
+def _model(options: GPTOptions) -> GPT:
     names = ("context", "layers", "width", "heads", "tied")
-    return Transformer(**{name: getattr(options, name) for name in names})
+    return GPT(**{name: getattr(options, name) for name in names})
 
 
-LANGUAGE = BuiltinTask(
-    name="language",
+GPT_TASK = BuiltinTask(
+    name="gpt",
     help="the next byte of a text, a small decoder-only transformer",
-    options_type=LanguageOptions,
-    make=language,
+    options_type=GPTOptions,
+    make=gpt,
     model=_model,
     steps=500,
 )
 
 
-class Transformer(nn.Module):
+class GPT(nn.Module):
     """Scores of the next token at every position; position t sees tokens 0..t only."""
 
     def __init__(
@@ -137,7 +79,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(TransformerBlock(width=width, heads=heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(GPTBlock(width=width, heads=heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         # Normal weights of 0.02, as in GPT-2; those that write into the residual stream over √(2·layers).
@@ -175,7 +117,7 @@ def _embedded(x: Tensor, tokens: nn.Embedding, positions: nn.Embedding) -> Tenso
     return embedded
 
 
-class TransformerBlock(nn.Module):
+class GPTBlock(nn.Module):
     """Causal self-attention and a feed-forward layer, each added to the residual stream."""
 
     def __init__(self, *, width: int, heads: int) -> None:

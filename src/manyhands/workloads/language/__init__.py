@@ -1,0 +1,1 @@
+"""Tasks of PyTorch that learn a text: `gpt` and `recurrent` predict its next byte."""
