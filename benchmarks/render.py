@@ -28,7 +28,6 @@ from render_links import geo, helpers_live, hosts_speed, links_speed, ray_actor,
 from render_loading import loading_rates
 from render_models import codecs_speed, offload, pipeline_speed, wavefronts
 from render_plan import auto_speed, plan_errors
-from render_priority import priority_gain
 from render_public import public_tables
 from render_startup import startup_times
 from render_wire import local_steps, wire_time
@@ -376,7 +375,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "nccl": nccl_steps,
     "auto speed": auto_speed,
     "plan errors": plan_errors,
-    "priority": priority_gain,
     "public tables": public_tables,
     "inference": inference_speed,
     "local steps": local_steps,

@@ -22,7 +22,6 @@ __all__ = [
     "NOTHING_TRAVELS",
     "NO_SERVERS",
     "ONE_DEVICE",
-    "ONE_ORDER",
     "ROUNDED",
     "TO_ROUNDING",
     "Answer",
@@ -127,7 +126,6 @@ NOTHING_TRAVELS = (
 )
 
 # Why a strategy has no order in which gradients leave
-ONE_ORDER = "only allreduce over links reorders gradients, as in allreduce link=tcp order=priority"
 
 # Why a strategy has no limit on the memory of a device
 ONE_DEVICE = "only single keeps layers off its device; sharded splits them over the workers instead"

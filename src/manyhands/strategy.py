@@ -22,7 +22,6 @@ from manyhands.errors import UserError, nearest
 from manyhands.facts import (
     NOTHING_TRAVELS,
     ONE_DEVICE,
-    ONE_ORDER,
     Facts,
     Machines,
     ModelFootprint,
@@ -199,7 +198,6 @@ class Strategy(ABC):
     """Who holds the truth."""
     refuses: ClassVar[Mapping[str, str]] = {
         "codec": NOTHING_TRAVELS,
-        "order": ONE_ORDER,
         "device_memory": ONE_DEVICE,
     }
     """Settings of other strategies that make no sense in one that has them not, and why; a sentence each."""

@@ -9,7 +9,6 @@ SEVERAL_CORES = (
     "test_link_contract",
     "test_link_group",
     "test_overlapped_sums",
-    "test_priority",
     "test_shared_group",
     "test_shared_scatter",
 )

@@ -123,7 +123,6 @@ WAYS = {
 }
 MORE = {
     "elastic": Way(text="allreduce elastic=yes"),
-    "by priority": Way(text="allreduce link=tcp order=priority credit=256"),
     "ps in lockstep": Way(text="ps"),
     "local apart": Way(text="local steps=2 outer=elastic"),
 }

@@ -63,7 +63,6 @@ ROWS = {
 VARIANTS = {
     "allreduce by tcp": Row(text="allreduce algorithm=ring link=tcp"),
     "helpers": Row(text="allreduce link=tcp helpers=2", workers=3),
-    "by priority": Row(text="allreduce link=tcp order=priority credit=256"),
     "elastic": Row(text="allreduce elastic=yes"),
     "elastic over links": Row(text="allreduce algorithm=ring elastic=yes", workers=3),
     "sharded by tcp": Row(text="sharded link=tcp"),
@@ -171,10 +170,7 @@ def breaking_loss(task: mh.Task, after: int) -> Any:
     [
         *(ROWS[word] for word in ROWS if word != "single"),
         TOGETHER,
-        *(
-            VARIANTS[name]
-            for name in ("allreduce by tcp", "by priority", "helpers", "elastic", "elastic over links")
-        ),
+        *(VARIANTS[name] for name in ("allreduce by tcp", "helpers", "elastic", "elastic over links")),
     ],
     ids=lambda row: row.text,
 )

@@ -200,7 +200,6 @@ def test_what_cannot_be_logged_is_refused() -> None:
     for given, strategy, words in (
         (["lr"], "ps", "log=lr: the servers of ps take the steps"),
         (["grad_norm"], "federated", "log=grad_norm: a round has no gradient"),
-        (["grad_norm"], "allreduce link=tcp order=priority", "log=grad_norm: order=priority"),
     ):
         with pytest.raises(UserError, match=words):
             mh.fit(task(), strategy, options=mh.Options(log=given))

@@ -41,7 +41,6 @@ WAYS: dict[str, int] = {
 """Every strategy, and its workers: as many as give the weights of one process."""
 
 OTHER_WAYS: dict[str, int] = {
-    "allreduce link=tcp order=priority": 2,
     "ps": 2,
     "ps servers=2 push=parameters consistency=async": 1,
     "pipeline stages=2 tensor=2": 4,

@@ -69,7 +69,6 @@ def test_workers_that_nccl_takes_for_others_hosts_may_share_a_gpu_where_it_is_as
         "algorithm=ring",
         "elastic=yes",
         "helpers=1",
-        "order=priority algorithm=ring",
         "link=tcp",
     ],
 )
@@ -88,7 +87,6 @@ def test_settings_that_ask_for_another_way_have_it(setting: str) -> None:
         ("algorithm=ring", "algorithm=ring: NCCL has its own algorithms"),
         ("elastic=yes", "elastic=yes: NCCL cannot continue"),
         ("helpers=1", "helpers=1: helpers sum in the memory"),
-        ("order=priority", "order=priority: NCCL sums complete buckets"),
     ],
 )
 def test_link_nccl_and_another_way_are_refused_in_a_sentence(setting: str, why: str) -> None:

@@ -275,7 +275,6 @@ def test_longer_vectors_have_more_segments() -> None:
         ("allreduce helpers=2 algorithm=ring", "their own algorithm; leave the algorithm out"),
         ("allreduce helpers=2 elastic=yes", "leave one out"),
         ("allreduce helpers=2 link=tcp codec=topk:0.01", "use a codec that only rounds, such as bf16"),
-        ("allreduce helpers=2 link=tcp order=priority", "complete buckets"),
         ("allreduce helpers=two", "not an integer"),
     ],
 )

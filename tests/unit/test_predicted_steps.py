@@ -162,7 +162,7 @@ MODELLED = [
     "mirrored", "allreduce algorithm=ring link=tcp", "central", "sharded", "ps", "ps servers=2 consistency=async",
     "ps link=tcp consistency=bounded:2", "hogwild", "local steps=4", "local steps=4 link=tcp", "pipeline", "tensor",
     "tensor slices=2", "allreduce link=tcp codec=bf16", "allreduce link=tcp codec=int8", "ps link=tcp codec=int8",
-    "allreduce link=tcp codec=topk:0.01", "allreduce algorithm=ring order=priority", "local link=tcp codec=topk:0.1",
+    "allreduce link=tcp codec=topk:0.01", "local link=tcp codec=topk:0.1",
     "single device_memory=1GiB",
 ]  # fmt: skip
 NOT_MODELLED = [
@@ -327,20 +327,6 @@ def test_encoding_and_decoding_take_time_in_the_form_that_a_codec_travels_in(
     free = hosts(1, workers, inside=FREE)
     got = predicted(text, replace(free, coding=measured), of) - predicted(text, free, of)
     assert got == pytest.approx(times * 8 * (1 << 20) * 1e-9, rel=1e-6)
-
-
-def test_by_priority_a_step_takes_no_longer_than_its_bounds() -> None:
-    """max(computing, exchanging) at best; never more than without an order."""
-    of = profile(50, num_bytes=1 << 20)
-    for rate in (1e7, 1e8, 3e8, 1e9, 1e11):
-        machines = hosts(1, 4, inside=LinkRate(bytes_per_s=rate))
-        plain, urgent = (
-            predicted(f"allreduce algorithm=ring{order} buckets=1MiB", machines, of)
-            for order in ("", " order=priority")
-        )
-        least = max(16 * 3e-3, all_reduce_s("ring", machines, 1 << 20) * 50)
-        assert least + 5e-3 <= urgent * (1 + 1e-6)
-        assert urgent <= plain * (1 + 1e-6)
 
 
 def test_layers_that_come_and_go_take_the_time_of_their_bytes() -> None:

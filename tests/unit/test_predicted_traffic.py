@@ -202,7 +202,6 @@ def test_a_group_says_what_it_takes_to_sum_gradients_and_to_agree(monkeypatch: p
 @pytest.mark.parametrize(
     "text",
     [
-        "allreduce algorithm=ring order=priority",
         "allreduce link=nccl",
         "allreduce link=tcp codec=auto:0.01",
         "allreduce link=tcp codec=topk:0.01,sampled",

@@ -34,8 +34,6 @@ class Parcel:
     begin: int
     end: int
     dtype: torch.dtype
-    priority: int = 0
-    """Who carries several may let those of lower numbers leave first; the next step needs them first."""
     exact: bool = False  # it travels as it is, whatever the codec: workers agree by it, or decide
     matrices: tuple[Matrix, ...] = ()
     """Which of its items are matrices, for a codec that sees more in them than items."""
@@ -45,7 +43,7 @@ class Parcel:
     @classmethod
     def whole(cls, number: int, count: int, dtype: torch.dtype, *, exact: bool = False) -> Parcel:
         end = count * dtype.itemsize
-        return cls(number=number, begin=0, end=end, dtype=dtype, priority=number, exact=exact)
+        return cls(number=number, begin=0, end=end, dtype=dtype, exact=exact)
 
     @property
     def key(self) -> str:

@@ -17,10 +17,9 @@ __all__ = ["sent_in_step"]
 
 
 def sent_in_step(strategy: AllReduce, traced: TracedModel, workers: int) -> list[WorkerTraffic] | None:
-    """None for NCCL's own ways, the reports of order=priority, codecs whose size depends on values, and sparse rows."""
+    """None for NCCL's own ways, codecs whose size depends on values, and sparse rows."""
     model = traced.model
-    urgent, own_ways = strategy.order != "arrival", strategy.link == "nccl"
-    if urgent or own_ways or not has_known_size(strategy.codec) or row_sparse(model):
+    if strategy.link == "nccl" or not has_known_size(strategy.codec) or row_sparse(model):
         return None
     if workers == 1:
         return silent(1)

@@ -32,19 +32,15 @@ from manyhands.strategy import (
     check_link,
     integer,
     link_setting,
-    parse_size,
     setting,
     settings_of,
-    show_size,
     switch_setting,
 )
-from manyhands.wire.names import RAW, auto_error, check_codec, codec_setting, feedback_setting, rounds_hops
+from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, rounds_hops
 
 __all__ = ["AllReduce", "Mirrored"]
 
-ORDERS = ("arrival", "priority")
 NCCL = "nccl"
-_CREDIT = MIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +52,8 @@ class AllReduce(Strategy):
     processes of one host talk: through `shared` memory, or every algorithm by `tcp` on loopback. There, or between
     hosts, `codec` makes gradients smaller on their way. Where every worker has a GPU of its own, and no setting asks
     for another way, NCCL sums on the GPUs: `link=nccl` insists on that, and `link=tcp` does without. With `elastic=yes`
-    the run continues without a worker that is lost, and workers may join and leave. With `order=priority` gradients
-    leave in slices, those that the next forward needs first before all others, while that forward runs; at most
-    `credit` bytes are on their way at once. `helpers=2` adds two processes that only sum, over links.
+    the run continues without a worker that is lost, and workers may join and leave. `helpers=2` adds two processes
+    that only sum, over links.
     """
 
     word: ClassVar[str] = "allreduce"
@@ -83,10 +78,6 @@ class AllReduce(Strategy):
     """Whether what a codec leaves out is kept and added to the next gradient."""
     elastic: bool = switch_setting()
     """Whether the run continues without a worker that is lost, and workers may join and leave it."""
-    order: str = setting("arrival", str)
-    """In which order gradients leave: by `arrival` from backward, or by `priority`, as the next forward needs them."""
-    credit: int = setting(_CREDIT, parse_size, show_size)
-    """With `order=priority`: how many bytes are on their way at once, which what is more urgent has to wait for."""
     helpers: int = setting(0, integer)
     """How many more processes take part that only sum, so that less goes over each worker's own link."""
 
@@ -104,20 +95,11 @@ class AllReduce(Strategy):
         check_buckets(self.buckets)
         if self.link == NCCL and self.instead_of_nccl:
             raise UserError(f"link=nccl {self.instead_of_nccl}; leave one out")
-        check_choice("order", self.order, ORDERS)
-        urgent, rounds, out = self._is_urgent, rounds_hops(self.codec), "leave one out"
+        rounds, out = rounds_hops(self.codec), "leave one out"
         helped, helpers = self.helpers > 0, f"helpers={self.helpers}"
-        idle_credit, fixed = not urgent and self.credit != _CREDIT, helped and self.elastic
+        fixed = helped and self.elastic
         idle_group = self.group and self.algorithm != "hierarchical"
         clashes = {
-            f"credit={show_size(self.credit)} needs order=priority": idle_credit,
-            f"credit={self.credit} must be at least 1; {show_size(_CREDIT)} is usual": self.credit < 1,
-            "order=priority: workers share memory and send nothing that could be reordered; add link=tcp, or name "
-            "an algorithm that sends messages, such as algorithm=ring": urgent and not self._uses_links,
-            "elastic=yes order=priority: a repeated step would find parameters of the next one; "
-            f"{out}": urgent and self.elastic,
-            f"order=priority codec={self.codec}: codec=auto measures complete exchanges, not separate slices; "
-            "name a codec, or leave the order out": urgent and auto_error(self.codec) is not None,
             f"elastic=yes codec={self.codec}: a repeated step would send its residuals twice; {out}, or use a codec "
             "that only rounds, such as bf16": self.elastic and not rounds,
             f"group={self.group} needs algorithm=hierarchical, not {self.algorithm}": idle_group,
@@ -126,8 +108,6 @@ class AllReduce(Strategy):
             f"{helpers} algorithm={self.algorithm}: helpers use their own algorithm; leave the algorithm "
             "out": helped and self.algorithm != "direct",
             f"{helpers} elastic=yes: the number of workers is fixed in a run with helpers; {out}": fixed,
-            f"{helpers} order=priority: helpers sum complete buckets in the order they are filled; "
-            f"{out}": helped and urgent,
             f"{helpers} codec={self.codec}: it works only between workers, without helpers; {out}, or use a codec that "
             "only rounds, such as bf16": helped and not rounds,
         }
@@ -139,16 +119,11 @@ class AllReduce(Strategy):
         reasons = {
             f"helpers={self.helpers}: helpers sum in the memory of their hosts": self.helpers,
             "elastic=yes: NCCL cannot continue when a worker is lost": self.elastic,
-            "order=priority: NCCL sums complete buckets in the order they are filled": self._is_urgent,
             f"codec={self.codec}: NCCL sums uncompressed gradients": self.codec != RAW,
             f"algorithm={self.algorithm}: NCCL has its own algorithms": self.algorithm != "direct",
             f"link={self.link}: it uses the host's sockets": self.uses_network,
         }
         return next((why for why, holds in reasons.items() if holds), "")
-
-    @property
-    def _is_urgent(self) -> bool:
-        return self.order == "priority"
 
     @property
     def _uses_links(self) -> bool:
@@ -185,7 +160,6 @@ class AllReduce(Strategy):
 
     def predict(self, profile: TaskProfile, machines: Machines) -> PredictedStep | None:
         """Buckets are summed while backward continues; what the workers of a host sum in place, their cores do."""
-        from manyhands.strategies.allreduce.predicted_order import beyond_computing_s
         from manyhands.strategies.common.coded_times import coded_all_reduce_s, coding_s, has_known_time
         from manyhands.strategies.common.step_times import (
             beyond_backward_s,
@@ -209,11 +183,7 @@ class AllReduce(Strategy):
             def seconds(num_bytes: float) -> float:
                 return coded_all_reduce_s(self.codec, algorithm, machines, num_bytes, self.helpers)
 
-            samples = profile.samples(workers)
-            if self._is_urgent:
-                exchange_s = beyond_computing_s(profile, samples, self.credit, seconds)
-            else:
-                exchange_s = beyond_backward_s(profile, samples, buckets, seconds)
+            exchange_s = beyond_backward_s(profile, profile.samples(workers), buckets, seconds)
             exchange_s += sum(coding_s(self.codec, machines, num_bytes) for _, num_bytes in buckets)
         return PredictedStep(
             compute_s=profile.compute_s(workers),
@@ -272,55 +242,41 @@ class AllReduce(Strategy):
         """Compiled steps have no way back, say nothing of what they read, and know of no helpers."""
         super().check(workers, device, compiled=compiled)
         helpers, helped, final = f"helpers={self.helpers}", self.helpers > 0, compiled and self.elastic
-        no_gpus, too_late = (
-            self.link == NCCL and device == "cpu",
-            self._is_urgent and (compiled or device != "cpu"),
-        )
-        what = "compiled steps are" if compiled else f"gradients of device={device} are"
+        no_gpus = self.link == NCCL and device == "cpu"
         _refuse_first(
             {
                 f"link=nccl device={device}: NCCL sums on GPUs; use device=cuda, or leave link=nccl out": no_gpus,
                 f"{helpers} workers={workers}: helpers need at least 2 workers; leave helpers out, or use "
                 "more workers": helped and workers < 2,
                 f"{helpers}: compiled steps do not support helpers; leave it out": compiled and helped,
-                f"order=priority: {what} exchanged after backward; leave it out": too_late,
                 "elastic=yes: a compiled step cannot be undone when a worker is lost; leave it out": final,
             }
         )
 
     @property
     def facts(self) -> Facts:
-        promises, urgent = ELASTIC if self.elastic else IN_STEP, self._is_urgent
+        promises = ELASTIC if self.elastic else IN_STEP
         refused = {}  # sums inside forward need everybody, and the links to themselves
         if self.elastic:
             refused["synchronize"] = "with elastic=yes a worker may be lost in a forward while others wait"
-        elif urgent:
-            refused["synchronize"] = (
-                "with order=priority gradients are still being sent during the next forward"
-            )
         # A loop cannot be put back to the beginning of a step, nor say what its forward reads; nobody starts helpers.
         for_fit = {
             f"helpers={self.helpers}": self.helpers > 0,
             "link=nccl": self.link == NCCL,
-            "order=priority": urgent,
             "elastic=yes": self.elastic,
         }
         what = next((name for name, asked in for_fit.items() if asked), "")
         return Facts(
             promises=promises if self.codec == RAW else replace(promises, same_numbers=ROUNDED),
-            stepping=(Stepping.IN_TURN if urgent else Stepping.TOGETHER,),
+            stepping=(Stepping.TOGETHER,),
             can_change_workers=self.elastic,
             continues_with_fewer=self.elastic,
-            leaves_steps_out=not (urgent or self.elastic),
+            leaves_steps_out=not self.elastic,
             keeps_gradients=True,  # in buckets
             uses_links=self._uses_links,
             cost_class="allreduce by links" if self._uses_links else "mirrored",
             usual_costs=StepCosts(byte_s=1.5e-10),
             kernels=() if rounds_hops(self.codec) else ("codecs",),
-            cannot_clip="order=priority steps the first parameters before the last gradients are there, and clips "
-            "nothing"
-            if urgent
-            else "",
             cannot_cross_hosts="",
             instead_of_own_loop=f"give mh.fit a Task for {what}" if what else "",
             refused_buffers=refused,

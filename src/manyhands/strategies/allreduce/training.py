@@ -11,16 +11,13 @@ from manyhands.engine.training import Training
 from manyhands.engine.worker_processes import ExchangeTraining
 from manyhands.strategies.allreduce.exchange import (
     AllReduceExchange,
-    algorithm_of,
     collective_across_hosts,
     collective_for,
 )
 from manyhands.strategies.allreduce.gpu_sums import SUMS, chosen_sums, sums_on_gpus, sums_sentence
 from manyhands.strategies.allreduce.helpers import help_workers
-from manyhands.strategies.allreduce.priority.exchange import PriorityExchange
 from manyhands.strategies.allreduce.strategy import AllReduce
 from manyhands.strategies.common.collectives.collective import Collective
-from manyhands.strategies.common.collectives.schedule_collective import over_links
 from manyhands.strategy import Strategy
 
 __all__ = ["AllReduceTraining"]
@@ -44,10 +41,6 @@ class AllReduceTraining(ExchangeTraining):
     def exchange(cls, strategy: AllReduce, resources: Resources) -> Exchange:
         if resources.world == 1:
             return SingleExchange()  # nobody to exchange with
-        if strategy.order == "priority":
-            algorithm = algorithm_of(strategy, resources.world)
-            gradients = over_links(algorithm, resources, strategy.codec, feedback=strategy.feedback)
-            return PriorityExchange(gradients, strategy.buckets, strategy.credit)
         return AllReduceExchange(collective_for(strategy, resources), strategy.buckets)
 
     @classmethod
@@ -72,8 +65,6 @@ class AllReduceTraining(ExchangeTraining):
         cls, strategy: AllReduce, resources: Resources
     ) -> tuple[Exchange, Collective | None]:
         gradients, words = collective_across_hosts(strategy, resources)
-        if strategy.order == "priority":
-            return PriorityExchange(gradients, strategy.buckets, strategy.credit), None
         return AllReduceExchange(gradients, strategy.buckets), words
 
     def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:

@@ -11,7 +11,6 @@ size, by every rank. With a codec, what leaves is rounded as `_Encoded` says; a 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -44,7 +43,7 @@ _OPERATIONS: Final[Mapping[str, Callable[..., torch.Tensor]]] = {
 }
 
 
-_Kind = IntEnum("_Kind", ["ALL_REDUCE", "BROADCAST", "BARRIER", "COMPRESSED", "ROWS", "WORDS"])
+_Kind = IntEnum("_Kind", ["ALL_REDUCE", "BROADCAST", "BARRIER", "COMPRESSED", "ROWS"])
 """Which collective a message belongs to."""
 
 
@@ -128,20 +127,6 @@ class ScheduleExecutor:
     def sum_rows(self, mine: GradientRows, below: int) -> GradientRows:
         enter = self._call("sum of rows", _Kind.ROWS)
         return sum_rows(mine, below, self.rank, self.world, self.mailbox, enter)
-
-    def gather(self, mine: torch.Tensor) -> tuple[list[torch.Tensor], dict[int, tuple[int, int]]]:
-        """Collective: return every rank's few bytes, of one length, and the interval in which each was waited for."""
-        self._call("exchange of reports", _Kind.WORDS)(1)
-        peers = [(self.rank + distance) % self.world for distance in range(1, self.world)]
-        refused = self.mailbox.post((peer, mine) for peer in peers)
-        found, waits = [mine] * self.world, {}
-        for peer in peers:
-            begin_ns = time.monotonic_ns()
-            found[peer] = torch.empty_like(mine)
-            refused, _ = self.mailbox.receive(peer, found[peer], refused)
-            waits[peer] = begin_ns, time.monotonic_ns()
-        self.mailbox.flush(refused, peers)
-        return found, waits
 
     def broadcast(self, buffer: torch.Tensor, root: int = 0) -> None:
         """Collective: every rank's `buffer` becomes that of rank `root`, down a binomial tree."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -36,7 +35,6 @@ __all__ = [
     "Background",
     "CodecChooser",
     "ScheduleCollective",
-    "SideThread",
     "barrier_in",
     "carrier",
     "over_links",
@@ -179,8 +177,12 @@ class CodecChooser:
         return min(encode_s), min(decode_s), num_bytes / parcel.num_bytes, error
 
 
-class SideThread(ABC):
-    """One worker's side thread; shared fields are read and changed under `_changed`."""
+class Background:
+    """A thread that does work in the order given, while its worker computes; started with the first work.
+
+    Shared fields are read and changed under `_changed`. An error in the thread is raised by `wait`; work that was
+    given after it is not done. `close` is idempotent.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -188,61 +190,13 @@ class SideThread(ABC):
         self._error: BaseException | None = None
         self._ends = False
         self._thread: threading.Thread | None = None
-
-    @abstractmethod
-    def _run(self) -> None: ...  # the thread's main loop, until `_ends`; its error is raised in `_wait`
-    @abstractmethod
-    def _is_idle(self) -> bool: ...  # with the lock held: whether the thread waits for its worker only
-
-    def _start(self) -> None:
-        def guarded() -> None:
-            try:
-                self._run()
-            except BaseException as error:
-                with self._changed:
-                    self._error = error
-                    self._changed.notify_all()
-
-        if self._thread is None:
-            self._thread = threading.Thread(target=guarded, name=self._name, daemon=True)
-            self._thread.start()
-
-    def _wait(self) -> None:
-        """In the worker's thread, with the lock held: wait for a possible change, or raise the thread's error."""
-        if self._error is not None:
-            raise self._error
-        if self._thread is None or not self._thread.is_alive():
-            raise RuntimeError(f"the thread {self._name!r} has ended, but this worker waits for it")
-        self._changed.wait(_LOOK_S)
-
-    def _end(self, release: Callable[[], None]) -> None:
-        """Stop the thread; `release` ends whatever it waits for. Idempotent if `release` is."""
-        with self._changed:
-            self._ends = True
-            idle = self._is_idle()
-            self._changed.notify_all()
-        if idle and self._thread is not None:
-            self._thread.join(_END_S)
-        release()
-        if self._thread is not None:
-            self._thread.join(_END_S)
-
-
-class Background(SideThread):
-    """A thread that does work in the order given, while its worker computes; started with the first work.
-
-    An error in the thread is raised by `wait`; work that was given after it is not done. `close` is idempotent.
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
         self._waiting: deque[Callable[[], None]] = deque()
         self._given = self._done = 0
 
     @property
     def is_idle(self) -> bool:
         with self._changed:
-            return self._is_idle()
+            return self._done == self._given
 
     def give(self, work: Callable[[], None]) -> int:
         """Queue work after what was given before; return its number, for `wait`, at once."""
@@ -250,7 +204,9 @@ class Background(SideThread):
             self._given += 1
             if self._error is None and not self._ends:
                 self._waiting.append(work)
-                self._start()
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                    self._thread.start()
                 self._changed.notify_all()
             return self._given
 
@@ -258,15 +214,24 @@ class Background(SideThread):
         """Wait until work `number` is done, or raise an earlier error; each piece of work has its own deadlines."""
         with self._changed:
             while self._done < number:
-                self._wait()
+                if self._error is not None:
+                    raise self._error
+                if self._thread is None or not self._thread.is_alive():
+                    raise RuntimeError(f"the thread {self._name!r} has ended, but this worker waits for it")
+                self._changed.wait(_LOOK_S)
 
     def close(self, release: Callable[[], None]) -> None:
+        """Stop the thread; `release` ends whatever it waits for. Idempotent if `release` is."""
         with self._changed:
             self._waiting.clear()
-        self._end(release)
-
-    def _is_idle(self) -> bool:
-        return self._done == self._given
+            self._ends = True
+            idle = self._done == self._given
+            self._changed.notify_all()
+        if idle and self._thread is not None:
+            self._thread.join(_END_S)
+        release()
+        if self._thread is not None:
+            self._thread.join(_END_S)
 
     def _run(self) -> None:
         while True:
@@ -276,7 +241,13 @@ class Background(SideThread):
                 if self._ends:
                     return
                 work = self._waiting.popleft()
-            work()
+            try:
+                work()
+            except BaseException as error:
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+                return
             with self._changed:
                 self._done += 1
                 self._changed.notify_all()
@@ -340,12 +311,6 @@ class ScheduleCollective(Collective):
     def of_words(self) -> ScheduleCollective:
         """Return another collective over the same links, for small exact values."""
         return ScheduleCollective(self.executor, self._links, background=self._background)
-
-    def sum_part(self, part: Parcel) -> None:
-        item = part.dtype.itemsize
-        items = self._buckets[part.number][part.begin // item : part.end // item]
-        self.executor.at(self.step)
-        self.executor.all_reduce(items, parcel=part)
 
     def memory(self) -> dict[str, torch.Tensor]:
         return (self._chooser or self.executor).memory()
