@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -297,3 +298,18 @@ def test_draws_by_weight_follow_from_seed_and_epoch() -> None:
     assert one.tolist() == same.tolist()
     assert one.tolist() not in (other.tolist(), later.tolist())
     assert set(one) <= {0, 2}
+
+
+def test_a_batch_of_windows_over_a_text_copies_those_windows_alone() -> None:
+    text = np.zeros(1 << 26, np.uint8)
+    windows = np.lib.stride_tricks.sliding_window_view(text, 1025)[::1024]
+    source = BatchSource(windows)
+    tracemalloc.start()
+    try:
+        batch = source.fetch([5, 60_000, 7])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert batch.shape == (3, 1025)
+    assert batch.is_contiguous()
+    assert peak < 1 << 20

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn, optim
 
+from manyhands.engine.fusing import may_fuse
 from manyhands.errors import UserError
 from manyhands.facts import Stepping
 from manyhands.strategies.common.sharding.optimizers import (
     _stand_ins,
     cannot_step,
-    may_fuse,
     stepping_for,
 )
 from manyhands.strategies.common.sharding.sliced_optimizer import Piece, SlicedOptimizer

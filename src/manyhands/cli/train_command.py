@@ -60,7 +60,9 @@ class _TrainOptions(RunOptions):
     device: str = option("cpu", "cpu or cuda; with cuda, workers take the GPUs in order.")
     autocast: bool = option(False, "Compute in bfloat16 where it is safe.", "--autocast")
     float16: bool = option(False, "Compute in float16 where it is safe, with a scaled loss.", "--float16")
-    compile_model: bool = option(False, "Use torch.compile.", "--compile")
+    compile_model: bool | None = option(
+        None, "Use torch.compile; by default, on a GPU.", "--compile/--no-compile"
+    )
     evaluate_every: int | None = option(None, "Steps between evaluations.")
     restore_best: bool = option(
         False, "End with the weights of the best evaluation, not of the last step.", "--restore-best"

@@ -160,7 +160,8 @@ def _gatherer(samples: Any) -> Gather | None:
     if isinstance(samples, np.ndarray):
         if samples.dtype.kind not in "biufc" or not samples.dtype.isnative:
             return None
-        return lambda indices: torch.from_numpy(np.asarray(np.take(samples, indices, axis=0)))
+        # Not `np.take`, which copies all of a view, such as windows over a text, before it takes a few rows of it.
+        return lambda indices: torch.from_numpy(np.ascontiguousarray(samples[indices]))
     if type(samples) is TensorDataset:
         return _column_gatherer(samples.tensors)
     if type(samples) is StackDataset:

@@ -37,7 +37,7 @@ def check_clipping(task: AnyTask, strategy: Strategy) -> None:
 
 def clip(task: Task, exchange: Exchange, model: nn.Module) -> None:
     """Collective, between `agree` and `apply`: clip the gradient of the whole batch, wherever its parts are held."""
-    if task.clip_norm is not None:
+    if task.clip_norm is not None and exchange.parts is not None:
         clip_norm(exchange, model, task.clip_norm)
     elif task.clip_value is not None and exchange.steps_itself and exchange.parts is not None:
         for part in exchange.parts.held():

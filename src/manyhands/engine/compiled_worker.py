@@ -120,7 +120,7 @@ class KernelTrainer:
                     raise NonFinite(f"{self._broken}; {self._task.advice}")
                 return self._trained(step, stopped=True)
             stopped = (stopped or self._kernel.is_done) and step < self._plan.steps
-            self._reporter.after(step, model, model, last=stopped or step == self._plan.steps)
+            self._reporter.after(step, model, last=stopped or step == self._plan.steps)
         if stopped and self._ends and self.rank == 0:
             self._worker_context.note(WorkerNote(notice=f"stopped after step {step}: {self._ends}"))
         self._kernel.gather()

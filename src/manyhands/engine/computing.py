@@ -22,7 +22,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from manyhands.data.batches import BatchShares, BatchSource, Microbatch, Share
 from manyhands.data.randomness import mix, seed_all
 from manyhands.data.reading import Key, ReadShare, ShareReader, Upcoming, batch_shares
-from manyhands.engine.device import device_of, moved
+from manyhands.engine.compiled_loss import compiled_loss, compiles
+from manyhands.engine.device import BatchCopies, device_of
 from manyhands.engine.dynamo import optimizer_of
 from manyhands.engine.kernel_task import AnyTask
 from manyhands.engine.metric_states import MetricUpdates
@@ -61,7 +62,8 @@ class TrainingPlan:
     device: str = "cpu"
     autocast: bool = False  # compute in bfloat16 where torch's autocast finds that safe
     half: bool = False  # in float16 instead, with a scaled loss
-    compile: bool = False  # let torch.compile make the model faster
+    # Let torch.compile make the model and the loss faster; None: on a GPU
+    compile: bool | None = False
     # How the workers' buffers become the same before they are used: see `Options.buffers`
     buffers: str = "broadcast"
     # Compare the workers' parameters after every so many steps, and at the end; 0: never
@@ -104,6 +106,8 @@ class Computer:
         self._shares = self._make_shares()
         self.batch_samples = 0  # in the global batch that was shared out last
         self.reader = NumberReader(self.device)
+        self._copies = BatchCopies(self.device)
+        self._loss = compiled_loss(task.loss) if compiles(plan.compile, self.device) else task.loss
         self.loss_scale = 1.0  # of every loss that is differentiated, and not of those that are reported
 
     def build(self, first_step: int = 0, *, on_host: bool = False) -> Built:
@@ -175,7 +179,7 @@ class Computer:
         begin = time.monotonic()
         asked_ns = time.monotonic_ns()
         share = self.share(step, part, parts)
-        value, input_ns = 0.0, time.monotonic_ns() - asked_ns
+        answers, input_ns = list[tuple[Callable[[], float], float]](), time.monotonic_ns() - asked_ns
         for number, piece in enumerate(share.pieces, 1):
             asked_ns = time.monotonic_ns()
             batch = self.fetch(piece)
@@ -187,10 +191,11 @@ class Computer:
                 begin = time.monotonic()
             with nullcontext() if number == len(share.pieces) else accumulate():
                 loss = self.loss(model, batch, piece, share)
-                answer = self.reader.ask(loss)
+                answers.append((self.reader.ask(loss), piece.weight))
                 weight = piece.weight * self.loss_scale
                 backward(loss if weight == 1 else loss * weight, share.weight)
-            value += answer() * piece.weight
+        # Only now: a GPU still has the backward of the last piece to do while the host reads and goes on.
+        value = sum(answer() * weight for answer, weight in answers)
         self.slow_down(step, time.monotonic() - begin)
         return Computed(loss=value, share=share.weight, samples=share.samples, input_ns=input_ns)
 
@@ -200,8 +205,7 @@ class Computer:
         return share
 
     def fetch(self, piece: Microbatch) -> Any:
-        batch = piece.fetch()
-        return batch if self.device.type == "cpu" else moved(batch, self.device)
+        return self._copies(piece.fetch())
 
     def slow_down(self, step: int, spent_s: float) -> None:
         if self.plan.slow is not None:
@@ -237,7 +241,7 @@ class Computer:
         """The loss and the metrics that are means over batches."""
 
         def mean_loss(model: nn.Module, batch: Any) -> Tensor:
-            loss = self.task.loss(model, batch)
+            loss = self._loss(model, batch)
             return loss if self.task.weights is None else loss.mean()  # evaluation data all weigh the same
 
         stateful = self.task.stateful_metrics
@@ -245,12 +249,13 @@ class Computer:
         return {"evaluation_loss": mean_loss, **plain}
 
     def evaluation_batches(self, part: int = 0, parts: int = 1) -> Iterator[Microbatch]:
-        """Every `parts`-th batch of the evaluation data, from number `part` on."""
+        """Every `parts`-th batch of the evaluation data, from number `part` on; as large as a micro-batch at most."""
         task = self.task
+        size = -(-task.batch_size // task.microbatches)
         source = BatchSource(task.evaluation, task.collate)
-        for number, first in enumerate(range(0, len(source), task.batch_size)):
+        for number, first in enumerate(range(0, len(source), size)):
             if number % parts == part:
-                indices = range(first, min(first + task.batch_size, len(source)))
+                indices = range(first, min(first + size, len(source)))
                 yield Microbatch(samples=len(indices), weight=1.0, fetch=partial(source.fetch, indices))
 
     def means(self, totals: Tensor, values: Mapping[str, float]) -> tuple[dict[str, float], int]:
@@ -265,7 +270,7 @@ class Computer:
     def loss(self, model: nn.Module, batch: Any, piece: Microbatch, share: Share) -> Tensor:
         """The weighted mean loss of a piece; of a sum, times the batch's size, so that weighted pieces add up."""
         with self.precision():
-            loss = self.task.loss(model, batch)
+            loss = self._loss(model, batch)
         if piece.sample_weights is None:
             require_loss(loss)
             weight = share.weight * piece.weight
@@ -287,22 +292,19 @@ class Computer:
 
 
 class NumberReader:
-    """Reads one number from a device without waiting for work that was queued after it."""
+    """Reads single numbers from a device without waiting for work that was queued after them."""
 
     def __init__(self, device: torch.device) -> None:
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._host: dict[torch.dtype, Tensor] = {}
+        self._on_gpu = device.type == "cuda"
 
     def ask(self, value: Tensor) -> Callable[[], float]:
         """Begin to read `value`; the returned function waits for the number."""
         value = value.detach()
-        copied = self._copied
-        if copied is None or value.device.type == "cpu":
+        if not self._on_gpu or value.device.type == "cpu":
             return lambda: float(value)
-        if value.dtype not in self._host:
-            self._host[value.dtype] = torch.empty((), dtype=value.dtype, pin_memory=True)
-        host = self._host[value.dtype].copy_(value.reshape(()), non_blocking=True)
-        copied.record()
+        host = value.to("cpu", non_blocking=True)  # page-locked
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record(torch.cuda.current_stream(value.device))
 
         def answer() -> float:
             copied.synchronize()

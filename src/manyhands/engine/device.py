@@ -1,16 +1,20 @@
-"""Where a worker computes: `cpu`, `cuda` (one GPU per worker by local rank), or one GPU named, `cuda:1`."""
+"""Where a worker computes: `cpu`, `cuda` (one GPU per worker by local rank), or one GPU named, `cuda:1`.
+
+A batch goes to a GPU by `BatchCopies`: out of page-locked memory and on a stream of its own, so that neither the host
+nor the copy waits for the kernels of earlier batches that are still queued.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from manyhands.errors import UserError
 
-__all__ = ["check_device", "device_of", "moved", "num_gpus", "sharing_sentence"]
+__all__ = ["BatchCopies", "check_device", "device_of", "moved", "num_gpus", "sharing_sentence"]
 
 
 def check_device(name: str) -> str:
@@ -53,15 +57,56 @@ def sharing_sentence(name: str, workers: int) -> str | None:
     return f"{workers} workers share {gpus} GPU{'s' if gpus > 1 else ''}" if workers > gpus else None
 
 
+class BatchCopies:
+    """Copies batches to one device; on the CPU they stay what they are."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = (
+            None  # once something is copied: a GPU is not woken up before
+        )
+
+    def __call__(self, batch: Any) -> Any:
+        if self._device.type == "cpu":
+            return batch
+        if self._device.type != "cuda":
+            return moved(batch, self._device)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        computing = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._stream):
+            found = mapped(batch, self._copied)
+        computing.wait_stream(self._stream)
+        mapped(found, lambda tensor: _used_on(tensor, computing))
+        return found
+
+    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_pinned():
+            tensor = tensor.pin_memory()
+        return tensor.to(self._device, non_blocking=True)
+
+
+def _used_on(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
+    """Its memory is not given to another batch before what `stream` has queued by then."""
+    if tensor.layout == torch.strided:
+        tensor.record_stream(stream)
+    return tensor
+
+
 def moved(batch: Any, device: torch.device) -> Any:
     """`batch` with every tensor in it on `device`; descends into tuples, lists and dicts."""
+    # To the host not asynchronously: it would read before the copy has arrived.
+    return mapped(batch, lambda tensor: tensor.to(device, non_blocking=device.type != "cpu"))
+
+
+def mapped(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`batch` with every tensor in it changed; descends into tuples, lists and dicts."""
     if isinstance(batch, torch.Tensor):
-        # To the host not asynchronously: it would read before the copy has arrived.
-        return batch.to(device, non_blocking=device.type != "cpu")
+        return change(batch)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(moved(part, device) for part in batch))
+        return type(batch)(*(mapped(part, change) for part in batch))
     if isinstance(batch, tuple | list):
-        return type(batch)(moved(part, device) for part in batch)
+        return type(batch)(mapped(part, change) for part in batch)
     if isinstance(batch, Mapping):
-        return {name: moved(part, device) for name, part in batch.items()}
+        return {name: mapped(part, change) for name, part in batch.items()}
     return batch

@@ -32,6 +32,7 @@ from torch._C._distributed_c10d import Store
 from torch.optim import Optimizer
 
 from manyhands.engine.computing import Computed, Computer
+from manyhands.engine.fusing import take_step
 from manyhands.engine.options import SYNCHRONIZE
 from manyhands.errors import UserError
 from manyhands.native.group.shared_group import SharedGroup
@@ -465,7 +466,7 @@ class SingleExchange(Exchange):
         return SharedStep(loss=local.loss, bad_workers=() if local.is_finite else (0,), stop=local.stop)
 
     def apply(self) -> None:
-        self._optimizer.step()
+        take_step(self._optimizer)
         self._optimizer.zero_grad()
 
     def total(self, values: torch.Tensor) -> torch.Tensor:

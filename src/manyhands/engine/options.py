@@ -84,8 +84,9 @@ class Options:
     autocast: bool | str = False
     """Compute in bfloat16 where torch's autocast finds that safe; `float16`: in that, with a loss that is scaled as by
     torch's `GradScaler`, whose row says `skipped` where a step was left out."""
-    compile: bool = False
-    """Let torch.compile make the model faster."""
+    compile: bool | None = None
+    """Let torch.compile make one faster program of the model and the loss; None: on a GPU, where every worker has the
+    whole model. It costs up to a minute at the first step."""
     buffers: str = "broadcast"
     """How the workers' buffers, such as the running statistics of batch norm, become the same before an evaluation, a
     checkpoint and the end: `broadcast` takes those of worker 0, `mean` their mean; with `synchronize` batch norm

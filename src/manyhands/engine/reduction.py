@@ -63,11 +63,16 @@ def require_reduction(computer: Computer, worker: int, model: nn.Module, evaluat
 
     with preserved():
         for parts in (1, *counts):
-            bare: dict[str, Any] = {"metrics": {}, "scheduler": None, "scheduler_metric": None}
+            bare: dict[str, Any] = {
+                "microbatches": 1,
+                "metrics": {},
+                "scheduler": None,
+                "scheduler_metric": None,
+            }
             size = len(samples) // parts
             trial = replace(task, loss=tried, evaluation=samples, batch_size=size, **bare)
             seed_all(computer.plan.seed)
-            means = evaluate(Computer(replace(computer.plan, task=trial), worker))
+            means = evaluate(Computer(replace(computer.plan, task=trial, compile=False), worker))
             losses.append(means[0]["evaluation_loss"] if means is not None else math.nan)
     with torch.no_grad():
         for buffer, before in buffers:

@@ -174,8 +174,8 @@ class Reporter:
         """Whether `after` will evaluate or save the model after `step` steps, or the run ends with them."""
         return last or self.next_due(self._reached) <= step
 
-    def after(self, step: int, model: nn.Module, called: nn.Module, *, last: bool) -> bool:
-        """Collective: do what is due after `step` steps; `called` is `model` as it is computed with.
+    def after(self, step: int, model: nn.Module, *, last: bool) -> bool:
+        """Collective: do what is due after `step` steps.
 
         Actions that became due since the last call, while the workers were not synchronized, are done now. Returns
         whether an evaluation ends the run here, the same on every worker.
@@ -184,7 +184,7 @@ class Reporter:
         ends, due = False, is_due(before, step, plan.evaluate_every)
         pauses = plan.pauses and step < plan.steps
         if due or (last and not pauses):
-            ends = self.evaluate(step, called, decides=due)
+            ends = self.evaluate(step, model, decides=due)
             if due and self._best is not None and self._best.add(step, self._evaluated):
                 state = self._peers.model_state(model)
                 self._best.take(model.state_dict() if state is None and self._keeps_rows else state)
@@ -196,7 +196,7 @@ class Reporter:
         self.send(now=last)
         return ends
 
-    def evaluate(self, step: int, called: nn.Module, *, decides: bool = False) -> bool:
+    def evaluate(self, step: int, model: nn.Module, *, decides: bool = False) -> bool:
         """Collective: every worker evaluates its share of the evaluation batches; all get the means.
 
         With `decides`, a schedule that depends on evaluations advances, and evaluations without improvement are
@@ -209,7 +209,7 @@ class Reporter:
         self._worker_context.mark(step, State.EVALUATING)
         begin = time.monotonic_ns()
         self._worker_context.record(EventKind.EVALUATE, begin, step=step - 1)
-        evaluated = self._evaluate(called)
+        evaluated = self._evaluate(model)
         assert evaluated is not None, "there is evaluation data"
         self._evaluated, samples = evaluated
         spent_ns = time.monotonic_ns() - begin

@@ -18,6 +18,7 @@ from manyhands.engine.kernel_task import AnyTask
 from manyhands.engine.options import HALF, SYNCHRONIZE, Options
 from manyhands.engine.profiler import TorchProfiler
 from manyhands.errors import UserError, nearest
+from manyhands.facts import Truth
 from manyhands.native.version import __version__
 from manyhands.strategy import Strategy, check_count
 from manyhands.task import Task
@@ -124,7 +125,7 @@ class Request:
             device=device,
             autocast=bool(options.autocast),
             half=options.autocast == HALF,
-            compile=options.compile,
+            compile=options.compile if options.compile is not None else _compiles(strategy, options),
             buffers=options.buffers,
             check_every=options.check_every,
         )
@@ -195,6 +196,13 @@ def _check_options(task: AnyTask, strategy: Strategy, workers: int, options: Opt
             f"buffers=synchronize: every worker needs a sample of each batch, and some batches have {fewest} for "
             f"{workers} workers; use fewer workers, another batch_size, or buffers=mean"
         )
+
+
+def _compiles(strategy: Strategy, options: Options) -> bool | None:
+    """Whether a run compiles that leaves it open; None: where it is on a GPU."""
+    has_whole_model = strategy.truth in (Truth.ONE_PROCESS, Truth.EVERYONE)
+    possible = has_whole_model and not strategy.facts.cannot_compile and options.buffers != SYNCHRONIZE
+    return None if possible else False
 
 
 def _profilers(options: Options) -> list[TorchProfiler]:

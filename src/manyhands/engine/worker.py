@@ -112,7 +112,6 @@ class Trainer:
             synchronize_batch_norms(model, part.total_in_step or exchange.total, part.index, part.count)
         self.model, self._optimizer, self._agreed_step = model, optimizer, first
         model.train()
-        called = cast(nn.Module, torch.compile(model)) if self._plan.compile else model
         extra = start.extra if start is not None else None
         self.reporter.begin(first, extra, built.metric_scheduler, self._scale)
         self._samples = (extra or {}).get("samples", 0)
@@ -121,12 +120,12 @@ class Trainer:
         splits = exchange.rounds is None and (part.count > 1 or self._computer.task.microbatches > 1)
         if start is None and splits:  # a loss or a gradient is combined from those of parts of a batch
             self._worker_context.mark(first, State.EVALUATING)
-            alike = partial(exchange.evaluate, model=called, alike=True)
+            alike = partial(exchange.evaluate, model=model, alike=True)
             require_reduction(self._computer, self._worker, model, alike)
             exchange.meter.take_times()  # not part of the first step
         step, settled, stopped = first, first, self._is_over(first)
         while step < self._plan.steps and not stopped:
-            shared = self._atomically(partial(self._step, step, called, scheduler), step, at_border=True)
+            shared = self._atomically(partial(self._step, step, scheduler), step, at_border=True)
             step += 1
             if shared.bad_workers:
                 self.reporter.send(now=True)
@@ -141,12 +140,12 @@ class Trainer:
             settled = step
             if self.reporter.uses_model(step, last=last):
                 self._atomically(self._make_buffers_alike, step)
-            between = partial(self._between, step, called, checks=checks, last=last)
+            between = partial(self._between, step, checks=checks, last=last)
             ends = self._atomically(between, step)
             stopped = stopped or (ends and not last)
             exchange.meter.take_times()  # collective work is not part of the next step
         if step == first:
-            self._atomically(partial(self.reporter.evaluate, step, called), step)
+            self._atomically(partial(self.reporter.evaluate, step, model), step)
         self.reporter.send(now=True)
         self._worker_context.mark(step, State.FINISHED)
         before = exchange.meter.traffic()
@@ -181,7 +180,7 @@ class Trainer:
             return work()
         return cast(_T, self._members.atomically(work, steps_done=steps_done, at_border=at_border))
 
-    def _between(self, step: int, called: nn.Module, *, checks: bool, last: bool) -> bool:
+    def _between(self, step: int, *, checks: bool, last: bool) -> bool:
         """Collective: what is due between two steps; returns whether the run ends here."""
         exchange, part, model = self._exchange, self._exchange.part, self.model
         if checks and self._plan.check_every and any(len(group) > 1 for group in part.copies):
@@ -194,7 +193,7 @@ class Trainer:
                 agreed_step=self._agreed_step,
             ).check(step)
             self._agreed_step = step
-        return self.reporter.after(step, model, called, last=last)
+        return self.reporter.after(step, model, last=last)
 
     def _make_buffers_alike(self) -> None:
         """Collective: synchronize the buffers before the model is evaluated, saved or handed over."""
@@ -205,7 +204,7 @@ class Trainer:
             make_alike(list(part.buffers(self.model)), total, first=part.index == 0, weight=weight)
             self._weight = 0.0
 
-    def _step(self, step: int, model: nn.Module, scheduler: LRScheduler | None) -> SharedStep:
+    def _step(self, step: int, scheduler: LRScheduler | None) -> SharedStep:
         exchange, worker_context = self._exchange, self._worker_context
         self.reporter.save_missing(step, self.model)
         worker_context.mark(step + 1, State.COMPUTING)
@@ -215,7 +214,7 @@ class Trainer:
         begin = time.monotonic_ns()
         if self._scale is not None:
             self._computer.loss_scale = self._scale.scale
-        mine = exchange.compute(self._computer, model, step)
+        mine = exchange.compute(self._computer, self.model, step)
         stop, last = worker_context.stop_requested(), step + 1 == self._plan.steps
         local = LocalStep(loss=mine.loss, share=mine.share, stop=stop, step=step, last=last)
         self._weight += mine.share

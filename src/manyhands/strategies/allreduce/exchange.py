@@ -23,6 +23,7 @@ from manyhands.engine.exchange import (
     SharedStep,
     WorkerPart,
 )
+from manyhands.engine.fusing import take_step
 from manyhands.strategies.allreduce.helpers import helped_collective
 from manyhands.strategies.allreduce.strategy import AllReduce
 from manyhands.strategies.common.collectives import schedule_collective as scheduled
@@ -73,7 +74,7 @@ class AllReduceExchange(Exchange):
         return self._reducer.finish(local)
 
     def apply(self) -> None:
-        self._optimizer.step()
+        take_step(self._optimizer)
         self._optimizer.zero_grad()
 
     def optimizer_state(self) -> dict[str, Any] | None:

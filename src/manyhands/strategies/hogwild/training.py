@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +55,6 @@ class HogwildTrainer:
     meter = Meter()  # memory is shared, and nothing is sent
     kept = None
     _built: Built
-    _called: nn.Module
     _order: Order
     _bad: Counter  # the rank of a worker whose loss was not finite, plus one; 0: none
     _scheduled: int  # the number of steps that the learning-rate schedule has taken
@@ -103,7 +102,9 @@ class HogwildTrainer:
         extra = start.extra if start is not None else None
         self._reporter.begin(first, extra, built.metric_scheduler)
         if start is None and self._computer.task.microbatches > 1:
-            require_reduction(self._computer, self.rank, model, lambda trial: trial.evaluate(self._called))
+            require_reduction(
+                self._computer, self.rank, model, lambda trial: trial.evaluate(self._built.model)
+            )
         step, stopped = first, False
         while step < self._plan.steps and not stopped:
             step, stopped = self._until_met(step)
@@ -122,10 +123,10 @@ class HogwildTrainer:
             weight = float(self._samples_since_alike) if self._plan.buffers == MEAN else None
             make_alike(list(model.buffers()), self.total, first=self.rank == 0, weight=weight)
             self._samples_since_alike = 0
-            ends = self._reporter.after(step, model, self._called, last=last)
+            ends = self._reporter.after(step, model, last=last)
             stopped = stopped or (ends and not last)
         if first >= self._plan.steps:
-            self._reporter.evaluate(step, self._called)
+            self._reporter.evaluate(step, self._built.model)
         self._reporter.send(now=True)
         self._worker_context.mark(step, State.FINISHED)
         return self._trained(model, step, stopped, self._reporter.chosen(None))
@@ -162,7 +163,6 @@ class HogwildTrainer:
         group.allocate(count * torch.float64.itemsize, "what is measured")
         self._totals = group.bucket(0, count, torch.float64)
         segment = stepper.shared.segment
-        self._called = cast(nn.Module, torch.compile(built.model)) if self._plan.compile else built.model
         self._built, self._scheduled = built, first
         self._order = self._kind(segment, 0, group)
         self._bad = Counter.within(segment, Order.NUM_BYTES)
@@ -210,13 +210,13 @@ class HogwildTrainer:
         def backward(loss: Tensor, _share: float) -> None:
             loss.backward()  # type: ignore[no-untyped-call]  # unweighted: the whole batch is this worker's
 
-        mine = self._computer.compute(self._called, step, 0, 1, backward, prepare)
+        mine = self._computer.compute(self._built.model, step, 0, 1, backward, prepare)
         facts: Mapping[str, float] = {}
         if math.isfinite(mine.loss):
             if self._plan.log:  # of this worker's own gradient
-                facts = logged(self._plan.log, SingleExchange(), self._called, self._built.optimizer)
+                facts = logged(self._plan.log, SingleExchange(), self._built.model, self._built.optimizer)
             if self._computer.task.clips:
-                clip_own(self._computer.task, self._called)
+                clip_own(self._computer.task, self._built.model)
             stepper.step()
             self.overlap[order.applied()] += 1
         else:

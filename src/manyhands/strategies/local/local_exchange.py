@@ -31,6 +31,7 @@ from manyhands.engine.exchange import (
     Times,
     WorkerPart,
 )
+from manyhands.engine.fusing import take_step
 from manyhands.errors import UserError
 from manyhands.strategies.common.collectives.collective import (
     Collective,
@@ -125,7 +126,7 @@ class LocalExchange(Exchange):
 
     def apply(self) -> None:
         if not self._broken:
-            self._optimizer.step()
+            take_step(self._optimizer)
         self._optimizer.zero_grad()
 
     def _average(self, end: bool) -> bool:

@@ -35,6 +35,7 @@ from manyhands.engine.exchange import (
     Times,
     WorkerPart,
 )
+from manyhands.engine.fusing import take_step
 from manyhands.errors import UserError
 from manyhands.facts import Stepping
 from manyhands.native.dtypes import HALVES
@@ -170,7 +171,7 @@ class ShardedExchange(Exchange):
         """Step this worker's pieces; no worker reads them before it requests their units again."""
         for held, gradient in zip(self._held, self._summed(), strict=True):
             held.local.grad = None if gradient is None else gradient.view(held.local.shape)
-        self._optimizer.step()
+        take_step(self._optimizer)
         self._optimizer.zero_grad()
         self._forget_sums()
 

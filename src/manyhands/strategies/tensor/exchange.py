@@ -25,6 +25,7 @@ from manyhands.engine.exchange import (
     Traffic,
     WorkerPart,
 )
+from manyhands.engine.fusing import take_step
 from manyhands.strategies.common.grid.grid_group import LinkGroup, agree_on, sum_gradients, waits_of
 from manyhands.strategies.common.grid.grid_layout import Grid, GridAxis
 from manyhands.strategies.common.grid.held import Held, HeldModel, Outline
@@ -61,7 +62,7 @@ class GridExchange(Exchange):
         self._steps = self._spent_ns = 0
 
     def apply(self) -> None:
-        self._optimizer.step()
+        take_step(self._optimizer)
         self._optimizer.zero_grad()
 
     def optimizer_state(self) -> dict[str, Any] | None:

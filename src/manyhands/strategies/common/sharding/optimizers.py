@@ -1,4 +1,4 @@
-"""Optimizers whose parameters several owners step: which way fits one, what it keeps, and when it may be fused."""
+"""Optimizers whose parameters several owners step: which way fits one, and what it keeps."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from manyhands.data.randomness import preserved, seed_all
 from manyhands.errors import UserError
 from manyhands.facts import Stepping
 
-__all__ = ["KeptState", "cannot_step", "kept_by", "may_fuse", "positions", "stepping_for"]
-
-_FUSED = frozenset({SGD, Adagrad, Adam, AdamW})
-_FUSED_DTYPES = (torch.float32, torch.float64)  # 16-bit ones would be rounded once where torch rounds often
+__all__ = ["KeptState", "cannot_step", "kept_by", "positions", "stepping_for"]
 
 
 def stepping_for(optimizer: Optimizer, ways: Sequence[Stepping], who: str) -> Stepping:
@@ -44,26 +41,6 @@ def positions(optimizer: Optimizer) -> dict[int, int]:
     """By the identity of a parameter: its number in the optimizer's `state_dict()`."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return {id(parameter): position for position, parameter in enumerate(parameters)}
-
-
-def may_fuse(
-    optimizer: Optimizer,
-    group: Mapping[str, Any],
-    parameters: Sequence[Tensor],
-    state: Mapping[Any, Mapping[str, Any]],
-) -> bool:
-    """Whether torch's one-pass implementation gives this step of `group`, where the user left the choice open."""
-    if type(optimizer) not in _FUSED or group["fused"] is not None or group["foreach"] is not None:
-        return False
-    if group["differentiable"] or isinstance(group["lr"], Tensor):
-        return False
-    reached = [parameter for parameter in parameters if parameter.grad is not None]
-    states = [state.get(parameter) or {} for parameter in reached]
-    wide = any("step" in one and one["step"].dtype != torch.float32 for one in states)
-    if wide or any(parameter.dtype not in _FUSED_DTYPES for parameter in reached):
-        return False  # steps are counted in float64, as torch does where that is the default type
-    # Fused SGD takes momentum for either all or none of its parameters: one that is reached late is the odd one out.
-    return not group.get("momentum") or all(states) or not any(states)
 
 
 # The trial of an optimizer. Copies of it step small stand-ins of the parameters: one copy all of them together, the

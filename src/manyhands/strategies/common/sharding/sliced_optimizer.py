@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from manyhands.engine.fusing import may_fuse
 from manyhands.errors import UserError
-from manyhands.strategies.common.sharding.optimizers import may_fuse, positions
+from manyhands.strategies.common.sharding.optimizers import positions
 
 __all__ = ["MergedState", "OwnedPiece", "Part", "Piece", "SlicedOptimizer"]
 

@@ -1,0 +1,71 @@
+"""Torch's one-pass ("fused") implementation of an optimizer's step, where it fits and the user left the choice open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+__all__ = ["may_fuse", "take_step"]
+
+_FUSED: Final = frozenset({SGD, Adagrad, Adam, AdamW})
+_FUSED_DTYPES: Final = (
+    torch.float32,
+    torch.float64,
+)  # 16-bit ones would be rounded once where torch rounds often
+
+
+def may_fuse(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    parameters: Sequence[Tensor],
+    state: Mapping[Any, Mapping[str, Any]],
+) -> bool:
+    """Whether torch's one-pass implementation gives this step of `group`, where the user left the choice open."""
+    if type(optimizer) not in _FUSED or group["fused"] is not None or group["foreach"] is not None:
+        return False
+    if group["differentiable"] or isinstance(group["lr"], Tensor):
+        return False
+    reached = [parameter for parameter in parameters if parameter.grad is not None]
+    states = [state.get(parameter) or {} for parameter in reached]
+    wide = any("step" in one and one["step"].dtype != torch.float32 for one in states)
+    if wide or any(parameter.dtype not in _FUSED_DTYPES for parameter in reached):
+        return False  # steps are counted in float64, as torch does where that is the default type
+    # Fused SGD takes momentum for either all or none of its parameters: one that is reached late is the odd one out.
+    return not group.get("momentum") or all(states) or not any(states)
+
+
+def take_step(optimizer: Optimizer) -> None:
+    """The optimizer's step; of parameters on a GPU the fused one, as a loop of single operations waits for launches."""
+    with _fused_on_gpu(optimizer):
+        optimizer.step()
+
+
+@contextmanager
+def _fused_on_gpu(optimizer: Optimizer) -> Iterator[None]:
+    changed = []
+    for group in optimizer.param_groups:
+        parameters = group["params"]
+        on_gpu = parameters and all(one.device.type == "cuda" for one in parameters)
+        dense = on_gpu and not any(one.grad is not None and one.grad.is_sparse for one in parameters)
+        if (
+            not dense
+            or type(optimizer) is Adagrad
+            or not may_fuse(optimizer, group, parameters, optimizer.state)
+        ):
+            continue  # torch has fused Adagrad on the CPU only
+        for parameter in parameters:
+            count = optimizer.state.get(parameter, {}).get("step")
+            if count is not None and count.device != parameter.device:  # of a checkpoint, or of a step before
+                optimizer.state[parameter]["step"] = count.to(parameter.device)
+        group["fused"] = True
+        changed.append(group)
+    try:
+        yield
+    finally:
+        for group in changed:
+            group["fused"] = None
