@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError, WorkerFailed
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS, all_to_all, grouped
@@ -248,6 +249,34 @@ def test_links_that_are_full_are_tried_again() -> None:
     network = SimulatedNetwork(bandwidth_bytes_per_s=1e6, queue_bytes=1)
     check(simulate(PIECES, 3, work, network), vectors(3, 30_000, torch.float64), "sum")
     assert any(event.what == "full" for event in network.trace())
+
+
+class CalledOperators(TorchDispatchMode):
+    """The names of the operators that torch computes meanwhile, in this thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **kwargs or {})
+
+
+@EVERY
+@pytest.mark.parametrize("op", ["sum", "max"])
+def test_torch_adds_nothing_whose_threads_would_spin_on_the_cores_of_others(
+    algorithm: Algorithm, op: Op
+) -> None:
+    def work(executor: ScheduleExecutor) -> tuple[torch.Tensor, set[str]]:
+        mine = vectors(4, 1000, torch.float32)[executor.rank]
+        with CalledOperators() as called:
+            executor.all_reduce(mine, op)
+        return mine, called.names
+
+    results = simulate(algorithm, 4, work)
+    check([mine for mine, _ in results], vectors(4, 1000, torch.float32), op)
+    assert all(names.isdisjoint({"add", "maximum", "sum", "amax"}) for _, names in results)
 
 
 @pytest.mark.parametrize("name", ["direct", "all-to-all"])

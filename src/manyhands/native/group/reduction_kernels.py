@@ -19,8 +19,9 @@ a cache on a shared disk serves different machines.
 
 from __future__ import annotations
 
+import ctypes
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -33,7 +34,7 @@ from manyhands.native.atomics import array_at
 from manyhands.native.bits import bits_of, converter, float_of
 from manyhands.native.decorators import cfunc, helper
 
-__all__ = ["ALL", "SCRATCH_BYTES", "call_reducer", "warm", "warm_double"]
+__all__ = ["ALL", "SCRATCH_BYTES", "call_reducer", "reduce_parts", "warm", "warm_double"]
 
 FLOAT32, FLOAT64, BFLOAT16, FLOAT16 = 0, 1, 2, 3
 SUM, MEAN, MAX, COPY = 0, 1, 2, 3  # COPY + r: rank r's slice goes to all
@@ -284,6 +285,18 @@ def reducer_address(kind: int) -> int:
     Compiled when it is first asked for: a program pays for the types it uses, seconds each, once per machine.
     """
     return int(_compiled(kind).address)
+
+
+def reduce_parts(
+    kind: int, parts: Sequence[int], count: int, operation: int, target: int, scratch: int
+) -> None:
+    """As `call_reducer`, from Python, for parts at these addresses; the interpreter's lock is free meanwhile.
+
+    In the thread that calls: torch would have all its threads add, and after each addition they spin for milliseconds
+    on the cores of others.
+    """
+    table = (ctypes.c_int64 * len(parts))(*parts)
+    _compiled(kind).ctypes(ctypes.addressof(table), len(parts), count, operation, target, scratch)
 
 
 def warm() -> None:

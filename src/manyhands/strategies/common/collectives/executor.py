@@ -20,7 +20,8 @@ from typing import Final, Literal, get_args
 import torch
 
 from manyhands.errors import UserError, nearest
-from manyhands.native.dtypes import HALVES, SUMMED
+from manyhands.native.dtypes import SUMMED
+from manyhands.native.group.reduction_kernels import MAX, SCRATCH_BYTES, SUM, reduce_parts
 from manyhands.native.segment import CACHE_LINE, round_up
 from manyhands.strategies.common.collectives import schedule
 from manyhands.strategies.common.collectives.algorithms import broadcast
@@ -36,11 +37,7 @@ __all__ = ["Op", "ScheduleExecutor"]
 
 Op = Literal["sum", "mean", "max"]
 
-_OPERATIONS: Final[Mapping[str, Callable[..., torch.Tensor]]] = {
-    "sum": torch.add,
-    "mean": torch.add,
-    "max": torch.maximum,
-}
+_OPERATIONS: Final = {"sum": SUM, "mean": SUM, "max": MAX}
 
 
 _Kind = IntEnum("_Kind", ["ALL_REDUCE", "BROADCAST", "BARRIER", "COMPRESSED", "ROWS"])
@@ -74,6 +71,7 @@ class ScheduleExecutor:
         self.mailbox = Mailbox(rank, links, timeout_s, alarm, roles)
         self.carry_by(codec)
         self._rooms: dict[str, torch.Tensor] = {}
+        self._block = torch.empty(SCRATCH_BYTES, dtype=torch.uint8)
         self._calls = 0
 
     def carry_by(self, codec: ParcelCodec | Compressor | None) -> None:
@@ -156,8 +154,7 @@ class ScheduleExecutor:
     ) -> None:
         enter = self._call(f"{kind.name.lower().replace('_', '-')} by {by}", kind)
         scratch = self._room(str(vector.dtype), plan.scratch_count, vector.dtype)
-        wide = self._room("wide", plan.fold_count, torch.float32) if vector.dtype in HALVES else None
-        arithmetic = _Arithmetic(self.rank, vector, scratch, wide, _OPERATIONS[op])
+        arithmetic = _Arithmetic(self.rank, vector, scratch, self._block, _OPERATIONS[op])
         for number, work in enumerate(plan.rounds, start=1):
             if work.departures or work.landings or work.folds:  # a rank of a tree has nothing to do in most
                 enter(number)
@@ -202,8 +199,8 @@ class _Arithmetic:
     rank: int
     vector: torch.Tensor
     scratch: torch.Tensor
-    wide: torch.Tensor | None  # float32 space for the folds of halves; None for a vector that needs none
-    operation: Callable[..., torch.Tensor]
+    block: torch.Tensor  # SCRATCH_BYTES for the compiled reduction
+    operation: int
 
     def items(self, begin: int, end: int) -> torch.Tensor:
         """Return a part of the vector; all of it comes unsliced, as a slice costs more than adding a few items."""
@@ -222,25 +219,24 @@ class _Arithmetic:
         if landing.how is schedule.How.COPY:
             mine.copy_(got)
         elif landing.source < self.rank:
-            self.operation(got, mine, out=mine)
+            self._reduce([got, mine], 1)
         else:
-            self.operation(mine, got, out=mine)
+            self._reduce([mine, got], 0)
 
     def fold(self, fold: schedule.Fold) -> None:
         count = fold.end - fold.begin
         mine = self.items(fold.begin, fold.end)
-        first, *rest = (mine if at is None else self.scratch[at : at + count] for at in fold.addends)
-        if not rest:
-            return
-        if self.wide is not None:
-            total = self.wide[:count].copy_(first)
-            for addend in rest:
-                self.operation(total, addend, out=total)
-            mine.copy_(total)
-            return
-        for addend in rest[:-1]:
-            self.operation(first, addend, out=first)
-        self.operation(first, rest[-1], out=mine)
+        parts = [mine if at is None else self.scratch[at : at + count] for at in fold.addends]
+        if None in fold.addends:
+            self._reduce(parts, fold.addends.index(None))
+        else:  # a helper has no value of its own
+            self._reduce(parts, 0)
+            mine.copy_(parts[0])
+
+    def _reduce(self, parts: Sequence[torch.Tensor], target: int) -> None:
+        """Combine parts in this order into one of them."""
+        kind, addresses = SUMMED[self.vector.dtype], [part.data_ptr() for part in parts]
+        reduce_parts(kind, addresses, parts[0].numel(), self.operation, target, self.block.data_ptr())
 
 
 def _checked(buffer: torch.Tensor) -> torch.Tensor:

@@ -191,11 +191,10 @@ class Round(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """All rounds of one rank for one length, the scratch items they need, and those of the longest fold."""
+    """All rounds of one rank for one length, and the scratch items they need."""
 
     rounds: tuple[Round, ...]
     scratch_count: int
-    fold_count: int
     # The chunks (first item, one after the last) that end as this rank computed them, and were not sent since
     own_results: tuple[tuple[int, int], ...]
 
@@ -203,7 +202,6 @@ class Plan(NamedTuple):
 def lay_plan(table: Table, rank: int, chunks: int, count: int, *, gives: bool = True) -> Plan:
     layout = _Layout(rank, chunks, count, gives=gives)
     rounds = tuple(layout.round(step) for step in table)
-    longest = max((fold.end - fold.begin for work in rounds for fold in work.folds), default=0)
     own: set[int] = set()
     for step in table:
         own.difference_update(*(send.chunks for send in step.sends))
@@ -214,7 +212,7 @@ def lay_plan(table: Table, rank: int, chunks: int, count: int, *, gives: bool = 
                 own.difference_update(receive.chunks)
         own.update(*step.folds)
     results = tuple(chunk_bounds(count, chunks, chunk) for chunk in sorted(own))
-    return Plan(rounds=rounds, scratch_count=layout.peak, fold_count=longest, own_results=results)
+    return Plan(rounds=rounds, scratch_count=layout.peak, own_results=results)
 
 
 class _Layout:
