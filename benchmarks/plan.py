@@ -32,7 +32,7 @@ import manyhands as mh
 from manyhands.errors import ManyhandsError, UserError, first_line
 from manyhands.foresight.plan.machine_record import MachineRecord
 from manyhands.foresight.plan.plan_search import PlanRow
-from manyhands.foresight.plan.planning import TaskPlan, plan
+from manyhands.foresight.plan.planning import PlanRequirements, TaskPlan, plan
 from manyhands.foresight.plan.step_costs import try_steps
 from manyhands.foresight.plan.track_record import SeenStep, cost_class
 from manyhands.strategies.auto.promised import Must
@@ -60,7 +60,7 @@ class Round:
 
 def measured(task: mh.Task, workers: int, asked: argparse.Namespace) -> Round:
     """Predict every plan, and run each for a moment: a machine is not as fast a minute later."""
-    found = plan(task, workers=workers, must="none", device=asked.device)
+    found = plan(task, workers=workers, required=PlanRequirements(must="none"), device=asked.device)
     seen: dict[str, float] = {}
     for row in found.ranked.rows:
         if row.predicted is None or not row.is_open:

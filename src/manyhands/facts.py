@@ -13,19 +13,9 @@ from enum import Enum, unique
 from typing import Any
 
 __all__ = [
-    "BY_CHANCE",
-    "CUT_ON_ONE_HOST",
-    "ELASTIC",
-    "ENDS",
-    "IN_STEP",
-    "NOBODY_JOINS",
     "NOTHING_TRAVELS",
-    "NO_SERVERS",
     "ONE_DEVICE",
-    "ROUNDED",
-    "TO_ROUNDING",
     "Answer",
-    "CodingRate",
     "ComputeTime",
     "Facts",
     "Growth",
@@ -44,10 +34,6 @@ __all__ = [
     "TracedModel",
     "Truth",
     "Waits",
-    "WorkerMemory",
-    "WorkerTraffic",
-    "shared_copy",
-    "silent",
 ]
 
 
@@ -131,42 +117,6 @@ NOTHING_TRAVELS = (
 ONE_DEVICE = "only single keeps layers off its device; sharded splits them over the workers instead"
 
 ONE_HOST = "its workers share the memory of one host"  # why workers of a strategy cannot be on several hosts
-
-# Why a loop of one's own that cuts the model cannot have workers on several hosts
-CUT_ON_ONE_HOST = "workers of your own loop that cut a model must be on one host; mh.fit has them on several"
-
-ENDS = Promise(
-    answer=Answer.NO, words="the run ends with an error that names it; resume from the last checkpoint"
-)
-NO_SERVERS = Promise(answer=Answer.NONE, words="it has no servers")
-NOBODY_JOINS = Promise(
-    answer=Answer.NO, words="the number of workers is fixed; resume from a checkpoint with another number"
-)
-TO_ROUNDING = Promise(
-    answer=Answer.YES, words="those of one process on the same batches, except for rounding"
-)
-ROUNDED = Promise(
-    answer=Answer.PARTLY,
-    words="those of one process that rounds as the codec does; the same in every repetition and on all workers",
-)
-BY_CHANCE = Promise(answer=Answer.NO, words="they depend on timing; every run differs")
-# Of strategies whose workers take every step together, so that all are needed
-IN_STEP = Promises(
-    worker_dies=ENDS, server_dies=NO_SERVERS, workers_join=NOBODY_JOINS, same_numbers=TO_ROUNDING
-)
-# Of strategies whose workers take every step together, whoever is there
-ELASTIC = Promises(
-    worker_dies=Promise(
-        answer=Answer.YES,
-        words="the others continue from their own memory, at most one step is repeated, and a replacement starts",
-    ),
-    server_dies=NO_SERVERS,
-    workers_join=Promise(
-        answer=Answer.YES,
-        words="they can be added and removed during the run (mh.start); a new one gets its state from another",
-    ),
-    same_numbers=TO_ROUNDING,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -351,61 +301,6 @@ class ModelFootprint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerMemory:
-    """What each of `count` processes holds at its peak, or what is there once where they share it."""
-
-    who: str
-    count: int = 1
-    weights: int = 0
-    gradients: int = 0
-    state: int = 0  # what the optimizer keeps
-    activations: int = 0
-    besides: int = 0  # anything else that grows with the model
-    what: str = ""  # what that is
-
-    @property
-    def total(self) -> int:
-        """Of one of them."""
-        return self.weights + self.gradients + self.state + self.activations + self.besides
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerTraffic:
-    """What each of `count` processes sends in one step of a long run, on average."""
-
-    who: str
-    count: int = 1
-    num_bytes: float = 0.0
-    messages: float = 0.0
-
-    @classmethod
-    def of_all(cls, who: str, count: int, num_bytes: float, messages: float) -> WorkerTraffic:
-        """Of `count` processes that send so much together."""
-        return cls(who=who, count=count, num_bytes=num_bytes / count, messages=messages / count)
-
-
-def silent(workers: int) -> list[WorkerTraffic]:
-    """Of workers that send nothing."""
-    return [WorkerTraffic(who="worker", count=workers)]
-
-
-def shared_copy(
-    model: ModelFootprint, workers: int, parts: int, *, keeps_gradients: bool, share: float = 1.0
-) -> list[WorkerMemory]:
-    """Of workers that share parameters and optimizer state, and have gradients of their own."""
-    return [
-        WorkerMemory(
-            who="worker",
-            count=workers,
-            weights=model.buffers,
-            gradients=model.gradients,
-            activations=model.working(parts, keeps_gradients=keeps_gradients, share=share),
-        ),
-        WorkerMemory(who="shared by all", weights=model.parameters, state=model.state),
-    ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRate:
     """A link between two processes: a message of n bytes takes `latency_s` + n / `bytes_per_s`."""
 
@@ -414,14 +309,6 @@ class LinkRate:
 
     def seconds(self, num_bytes: float) -> float:
         return self.latency_s + num_bytes / self.bytes_per_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CodingRate:
-    """What a codec takes a worker: seconds for a byte of gradients, of what is encoded and of what is decoded."""
-
-    encode_s: float = 0.0
-    decode_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -442,8 +329,6 @@ class Machines:
     added_per_s: float = math.inf  # bytes of gradients that a worker adds up in a second
     costs: Mapping[str, StepCosts] = field(default_factory=dict)
     """By `Facts.cost_class`: what its steps cost here; one that is missing costs nothing."""
-    coding: Mapping[str, CodingRate] = field(default_factory=dict)
-    """By codec; one that is missing takes no time."""
 
     @property
     def workers(self) -> int:

@@ -29,8 +29,6 @@ from manyhands.facts import (
     Split,
     TaskProfile,
     Truth,
-    WorkerMemory,
-    WorkerTraffic,
 )
 from manyhands.strategies.registry import ALIASES, CHOOSERS, STRATEGIES, entry_of
 
@@ -39,6 +37,8 @@ __all__ = [
     "Searched",
     "Setting",
     "Strategy",
+    "WorkerMemory",
+    "WorkerTraffic",
     "buckets_setting",
     "check_buckets",
     "check_choice",
@@ -51,7 +51,9 @@ __all__ = [
     "read_settings",
     "setting",
     "settings_of",
+    "shared_copy",
     "show_size",
+    "silent",
     "switch_setting",
 ]
 
@@ -59,6 +61,61 @@ MIB = 1024 * 1024
 LINKS = ("shared", "tcp")
 _SWITCH = {"yes": True, "no": False, "true": True, "false": False}
 _UNITS = {"b": 1, "kib": 1024, "mib": MIB, "gib": 1024 * MIB, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerMemory:
+    """What each of `count` processes holds at its peak, or what is there once where they share it."""
+
+    who: str
+    count: int = 1
+    weights: int = 0
+    gradients: int = 0
+    state: int = 0  # what the optimizer keeps
+    activations: int = 0
+    besides: int = 0  # anything else that grows with the model
+    what: str = ""  # what that is
+
+    @property
+    def total(self) -> int:
+        """Of one of them."""
+        return self.weights + self.gradients + self.state + self.activations + self.besides
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerTraffic:
+    """What each of `count` processes sends in one step of a long run, on average."""
+
+    who: str
+    count: int = 1
+    num_bytes: float = 0.0
+    messages: float = 0.0
+
+    @classmethod
+    def of_all(cls, who: str, count: int, num_bytes: float, messages: float) -> WorkerTraffic:
+        """Of `count` processes that send so much together."""
+        return cls(who=who, count=count, num_bytes=num_bytes / count, messages=messages / count)
+
+
+def silent(workers: int) -> list[WorkerTraffic]:
+    """Of workers that send nothing."""
+    return [WorkerTraffic(who="worker", count=workers)]
+
+
+def shared_copy(
+    model: ModelFootprint, workers: int, parts: int, *, keeps_gradients: bool, share: float = 1.0
+) -> list[WorkerMemory]:
+    """Of workers that share parameters and optimizer state, and have gradients of their own."""
+    return [
+        WorkerMemory(
+            who="worker",
+            count=workers,
+            weights=model.buffers,
+            gradients=model.gradients,
+            activations=model.working(parts, keeps_gradients=keeps_gradients, share=share),
+        ),
+        WorkerMemory(who="shared by all", weights=model.parameters, state=model.state),
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import torch
 from commands import run_command
 from manyhands.facts import StepCosts
 from manyhands.foresight.plan.machine_record import MachineRecord
-from manyhands.foresight.plan.planning import plan
+from manyhands.foresight.plan.planning import PlanRequirements, plan
 from manyhands.foresight.plan.step_costs import stack
 from manyhands.native.cache_folder import cache_folder
 
@@ -110,7 +110,8 @@ def test_a_plan_that_fails_when_it_is_tried_ends_nothing() -> None:
         raise RuntimeError("no such schedule")
 
     task = replace(stack(2, 16, 16), scheduler=broken)
-    found = plan(task, workers=2, strategies=("mirrored", "central"), verify=2)
+    required = PlanRequirements(strategies=("mirrored", "central"))
+    found = plan(task, workers=2, required=required, verify=2)
     assert found.tried == ()
     assert found.strategy == found.ranked.best.strategy
     assert len(found.notes) >= 2

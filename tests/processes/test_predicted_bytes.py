@@ -12,11 +12,13 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.facts import ModelFootprint, WorkerTraffic
+from manyhands.facts import (
+    ModelFootprint,
+)
 from manyhands.foresight.estimate import estimate
 from manyhands.observe.record.events import EventKind
 from manyhands.observe.record.recorded import read_run_events
-from manyhands.strategy import Strategy
+from manyhands.strategy import Strategy, WorkerTraffic
 from manyhands.workloads.language.gpt import GPT
 from manyhands.workloads.language.next_token import next_byte_loss
 from manyhands.workloads.tasks import build

@@ -27,8 +27,9 @@ from manyhands.engine.placement.tracing import (
     trace,
 )
 from manyhands.errors import UserError
-from manyhands.facts import IN_STEP, Facts, Truth
+from manyhands.facts import Facts, Truth
 from manyhands.foresight.graph_drawing import graph_svg, graph_text
+from manyhands.strategies.common.usual_promises import IN_STEP
 from manyhands.strategy import Strategy
 from manyhands.workloads.language.gpt import GPT
 

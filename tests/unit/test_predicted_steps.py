@@ -9,16 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.facts import (
-    Answer,
-    CodingRate,
-    ComputeTime,
-    LayerTimes,
-    LinkRate,
-    Machines,
-    ModelFootprint,
-    TaskProfile,
-)
+from manyhands.facts import Answer, ComputeTime, LayerTimes, LinkRate, Machines, ModelFootprint, TaskProfile
 from manyhands.foresight.simulate.driver import simulate
 from manyhands.foresight.simulate.simulated_spec import ComputeModel, NetworkModel, SimulationSpec, Timing
 from manyhands.strategies.common import step_times
@@ -307,26 +298,6 @@ def test_replicas_of_slices_sum_what_a_slice_has() -> None:
         2 * ALPHA + 4 * (1 << 20) / RATE
     )  # of 8 MiB, half is held, and two replicas send half of that twice
     assert halves.exchange_s == pytest.approx(2 * 8 * (ALPHA + OUTPUT / 2 / RATE) + summed_s)
-
-
-@pytest.mark.parametrize(
-    ("coding", "workers", "times"),
-    [
-        ("bf16", 4, 2 * 3 / 4 * 2),
-        ("int8", 16, (1 + 1 / 16) + 2),
-        ("int8", 4, 1 + 4),
-        ("topk:0.001", 4, 1 + 4),
-    ],
-)
-def test_encoding_and_decoding_take_time_in_the_form_that_a_codec_travels_in(
-    coding: str, workers: int, times: float
-) -> None:
-    """Hop by hop, by the owners of chunks, or gathered by all: in passes over the gradient."""
-    text, of = f"allreduce link=tcp codec={coding}", profile()
-    measured = {coding: CodingRate(encode_s=1e-9, decode_s=1e-9)}
-    free = hosts(1, workers, inside=FREE)
-    got = predicted(text, replace(free, coding=measured), of) - predicted(text, free, of)
-    assert got == pytest.approx(times * 8 * (1 << 20) * 1e-9, rel=1e-6)
 
 
 def test_layers_that_come_and_go_take_the_time_of_their_bytes() -> None:

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.engine.exchange import LocalStep, Traffic
-from manyhands.facts import ModelFootprint, WorkerTraffic
+from manyhands.facts import (
+    ModelFootprint,
+)
 from manyhands.foresight.estimate import estimate
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
 from manyhands.strategies.common.collectives.collective_traffic import sent_over_links
@@ -20,7 +22,10 @@ from manyhands.strategies.common.collectives.schedule_proof import cost
 from manyhands.strategies.common.grid import grid_group
 from manyhands.strategies.common.grid.grid_group import LinkGroup, PlayedGroup
 from manyhands.strategies.registry import STRATEGIES
-from manyhands.strategy import Strategy
+from manyhands.strategy import (
+    Strategy,
+    WorkerTraffic,
+)
 from manyhands.wire.parcels import Parcel
 from manyhands.workloads.language.gpt import GPT
 from manyhands.workloads.language.next_token import next_byte_loss

@@ -26,8 +26,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from manyhands.engine.placement.tracing import Graph
-    from manyhands.facts import WorkerMemory, WorkerTraffic
     from manyhands.foresight.estimate import Estimate
+    from manyhands.strategy import (
+        WorkerMemory,
+        WorkerTraffic,
+    )
     from manyhands.task import Task
 
 __all__ = ["graph_app", "memory_app"]

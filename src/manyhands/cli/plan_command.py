@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +32,7 @@ from manyhands.strategy import check_count, integer, parse_size
 from manyhands.workloads.builtin_task import BuiltinTask
 
 if TYPE_CHECKING:
-    from manyhands.foresight.plan.plan_search import PlanLimits
-    from manyhands.foresight.plan.planning import TaskPlan
+    from manyhands.foresight.plan.planning import PlanRequirements, TaskPlan
 
 __all__ = ["plan_app"]
 
@@ -86,21 +85,21 @@ def _plan(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _PlanOp
     if cluster is None or cluster.device is None:  # the task is measured
         prepare_workers([entry.name])
     with ended_by_signal(lambda: f"plan again with: {command_anywhere(sys.argv)}"), status_line() as say:
+        from manyhands.foresight.plan.machine_record import MachineRecord
         from manyhands.foresight.plan.planning import plan
 
+        device = "cuda" if devices else "cpu"
+        if common.measure:
+            MachineRecord.of_this_machine(device).forget_costs()
         say("reading the data")
         found = plan(
             entry.build(**task_options),
             workers=len(devices) if devices and workers is None else workers,
             cluster=cluster,
-            must=common.must,
-            strategies=_asked(common),
-            memory=parse_size(common.memory) if common.memory else None,
-            limits=_limits(common.budget),
+            required=_required(common),
             steps=common.steps,
             verify=common.verify,
-            device="cuda" if devices else "cpu",
-            measure=common.measure,
+            device=device,
             say=say,
         )
     _show(entry.name, found)
@@ -145,23 +144,23 @@ def _gpus(text: str | None) -> list[int]:
     return numbers
 
 
-def _asked(common: _PlanOptions) -> tuple[str, ...]:
-    if common.strategies is None:
-        return tuple(STRATEGIES)
-    return tuple(text for text in common.strategies.split(";") if text.strip())
-
-
-def _limits(text: str | None) -> PlanLimits | None:
-    """A price, or a duration with its unit."""
-    if text is None:
-        return None
+def _required(common: _PlanOptions) -> PlanRequirements:
+    """The budget is a price, or a duration with its unit."""
     from manyhands.foresight.plan.described_cluster import parse_duration
-    from manyhands.foresight.plan.plan_search import PlanLimits
+    from manyhands.foresight.plan.planning import PlanRequirements
 
+    given = common.strategies
+    found = PlanRequirements(
+        must=common.must,
+        strategies=tuple(STRATEGIES) if given is None else tuple(t for t in given.split(";") if t.strip()),
+        memory=parse_size(common.memory) if common.memory else 0,
+    )
+    if common.budget is None:
+        return found
     try:
-        return PlanLimits(price=float(text))
+        return replace(found, price=float(common.budget))
     except ValueError:
-        return PlanLimits(seconds=parse_duration(text))
+        return replace(found, seconds=parse_duration(common.budget))
 
 
 def _cluster(common: _PlanOptions) -> Any:

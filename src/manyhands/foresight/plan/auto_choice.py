@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from manyhands.engine.request import Length, Request
@@ -90,25 +90,27 @@ class AutoChoice:
         assert isinstance(task, Task), "compiled tasks are refused"
         return task
 
-    def rows(self, profiles: Mapping[int, TaskProfile], noise: float, first_s: float) -> Sequence[PlanRow]:
+    def rows(
+        self, profile_of: Callable[[int, int], TaskProfile], noise: float, first_s: float
+    ) -> Sequence[PlanRow]:
         """The plans that may be tried, the fastest first; `first_s` is a step of the strategy that the run began with.
 
-        `profiles` has the task's by number of workers that compute at once on a host.
+        `profile_of` has the task's for so many workers on a host, whose cores so many processes share.
         """
         workers = self.request.workers
-        per_host = max(profiles)
+        per_host = workers // self.hosts
         here = Machines(per_host=per_host)
         costs = {**usual_costs(here), **(self.record.costs(workers) or {})}
         machines = Machines(hosts=self.hosts, per_host=per_host, costs=costs)
         if self.hosts > 1:
-            machines = self._with_links(machines, profiles[per_host], first_s)
+            machines = self._with_links(machines, profile_of(per_host, per_host), first_s)
 
         def machines_of(count: int) -> Machines:
             return machines if count == workers else Machines(per_host=count, costs=machines.costs)
 
         among = self.auto.candidates(machines)
         question = Question(
-            profile_of=lambda count, _processes: profiles.get(count, profiles[per_host]),
+            profile_of=profile_of,
             cluster=DescribedCluster(machines=machines, measured=True),
             machines_of=machines_of,
             workers=(workers,),

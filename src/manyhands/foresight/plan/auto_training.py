@@ -27,13 +27,12 @@ from manyhands.engine.exchange import SentFor
 from manyhands.engine.request import Length, Request
 from manyhands.engine.training import Result, SegmentDrive, Segments, Stage, Training, training_class
 from manyhands.errors import UserError, format_seconds, num_of
-from manyhands.facts import TaskProfile
 from manyhands.foresight.estimate import estimate
 from manyhands.foresight.plan.auto_choice import AutoChoice
 from manyhands.foresight.plan.plan_search import PlanRow
 from manyhands.foresight.plan.profile_run import Profiling, profile_training
 from manyhands.foresight.plan.seen_steps import seen_step_s
-from manyhands.foresight.plan.task_profile import measure_profile
+from manyhands.foresight.plan.task_profile import TaskProfiles, measure_profile
 from manyhands.strategies.auto.strategy import Auto
 from manyhands.strategies.common.sharding.layer_units import units_of
 from manyhands.strategy import Strategy
@@ -297,31 +296,26 @@ class AutoTraining(Segments):
 
     def _planned(self, choice: AutoChoice, first: _Segment, drive: SegmentDrive) -> Sequence[PlanRow]:
         task, workers = choice.task, self._request.workers
-        found = estimate(task)
-        units, profiles, noises = units_of(found.model), dict[int, TaskProfile](), [0.0]
-        per_host = workers // drive.hosts
-        seconds = min(1.0, self._trial_s(first))
-        for count in dict.fromkeys((per_host, 1) if drive.is_here else (per_host,)):
-            at_once = workers if not drive.is_here else count
-            parts = [workers * many for many in (1, 2, 4)] if count > 1 else []
-            order = {"workers": at_once, "parts": parts or [1], "seconds": seconds}
-
-            def profile(training: Training, stage: Stage, order: Mapping[str, Any] = order) -> Result:
-                return drive.run(training, stage, order)
-
-            measured = measure_profile(
-                task,
-                found.footprint,
-                units,
-                at_once,
-                parts=parts,
-                device=self._request.plan.device,
-                seconds=seconds,
-                drive=None if drive.is_here else profile,
-            )
-            profiles[count] = measured.profile
-            noises.append(measured.noise)
-        return choice.rows(profiles, max(noises), first.seen_s)
+        found, seconds = estimate(task), min(1.0, self._trial_s(first))
+        device, per_host = self._request.plan.device, workers // drive.hosts
+        if drive.is_here:
+            profiles = TaskProfiles(task, found, device=device, seconds=seconds)
+            profiles.of(per_host, per_host)
+            return choice.rows(profiles.of, profiles.noise, first.seen_s)
+        # The run's processes were started elsewhere, all of them to work: servers would be among them.
+        parts = [workers * many for many in (1, 2, 4)] if per_host > 1 else [1]
+        order = {"workers": workers, "parts": parts, "seconds": seconds}
+        measured = measure_profile(
+            task,
+            found.footprint,
+            units_of(found.model),
+            workers,
+            parts=parts,
+            device=device,
+            seconds=seconds,
+            drive=lambda training, stage: drive.run(training, stage, order),
+        )
+        return choice.rows(lambda _count, _processes: measured.profile, measured.noise, first.seen_s)
 
     def _choose(self, stage: Stage, choice: AutoChoice, tried: Sequence[_Segment]) -> _Segment:
         """The rest of the run, by the fastest: remember what was seen, say what is chosen, and keep it for a resume."""

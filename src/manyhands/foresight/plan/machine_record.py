@@ -84,6 +84,11 @@ class MachineRecord:
             f"costs-{workers}.json", {"at": time.time(), "costs": {k: asdict(v) for k, v in costs.items()}}
         )
 
+    def forget_costs(self) -> None:
+        """Have what steps cost here be measured again."""
+        for path in self.folder.glob("costs-*.json") if self.folder is not None else ():
+            path.unlink(missing_ok=True)
+
     def pairs(self, workers: int) -> tuple[SeenStep, ...]:
         """Predictions for so many workers and what was seen, the oldest first."""
         found = self._read(f"seen-{workers}.json")

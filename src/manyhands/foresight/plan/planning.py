@@ -23,11 +23,23 @@ from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy, check_count
 from manyhands.task import Task
 
-__all__ = ["TaskPlan", "TriedPlan", "plan"]
+__all__ = ["PlanRequirements", "TaskPlan", "TriedPlan", "plan"]
 
 _NOISY = 0.5  # (90th - 10th percentile) / median of single steps
 _TRIAL_S = 2.0  # of a plan that is tried, in each of several rounds
 _ROUNDS = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRequirements(PlanLimits):
+    """What a plan must keep to, and among which strategies it is chosen."""
+
+    must: str = "equal"
+    """Promises, separated by commas: equal (to one process), sync, survives=1 (lost processes); or none."""
+    strategies: tuple[str, ...] = tuple(STRATEGIES)
+    """Words, with whose usual settings a plan is made, and texts, which are considered as they are."""
+    memory: int = 0
+    """Bytes of each worker; 0: not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,45 +78,39 @@ def plan(
     *,
     workers: int | Sequence[int] | None = None,
     cluster: DescribedCluster | str | Path | None = None,
-    must: str = "equal",
-    strategies: Sequence[str] = tuple(STRATEGIES),
-    memory: int | None = None,
-    limits: PlanLimits | None = None,
+    required: PlanRequirements | None = None,
     steps: int | None = None,
     verify: int = 0,
     device: str = "cpu",
-    measure: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> TaskPlan:
     """Predict how long a step of `task` takes under every strategy, and choose.
 
     `workers` are how many there may be: one number, or several of which the best is chosen. `cluster` describes other
     machines (a file, or its value); without it, the plan is for this machine, which is measured once for each number of
-    workers (`measure` measures again). `verify` tries the best so many plans for some seconds. `memory` is what each
-    worker has, in bytes; `steps` are those that are wanted, by default the task's usual length.
+    workers. `verify` tries the best so many plans for some seconds. `steps` are those that are wanted, by default the
+    task's usual length.
 
     Raises UserError where no plan keeps what it must and fits; it names the nearest, and what that lacks.
     """
+    required = required or PlanRequirements()
     asked = _Asked(
         task=task,
-        described=_described(cluster, memory),
+        described=_described(cluster, required.memory),
         workers=_counts(workers, cluster),
-        must=Must.parse(must),
-        strategies=tuple(strategies),
-        limits=limits or PlanLimits(),
+        required=required,
         steps=steps or _usual_steps(task),
         device=device,
-        measure=measure,
         say=say,
-        memory=memory or 0,
     )
     if verify < 0:
         raise UserError(f"verify={verify} must be at least 0")
     if verify and asked.described is not None:
         raise UserError("verify tries plans on this machine; leave the cluster out")
-    for text in asked.strategies:
+    Must.parse(required.must)
+    for text in required.strategies:
         Strategy.parse(text)
-    if asked.limits.price is not None and not (asked.described and asked.described.price):
+    if required.price is not None and not (asked.described and asked.described.price):
         raise UserError(
             "budget is a price, but the cluster has none; add price = 2.5 (of a host, per hour) to its file"
         )
@@ -122,7 +128,7 @@ def _counts(workers: int | Sequence[int] | None, cluster: object) -> tuple[int, 
     return counts
 
 
-def _described(cluster: DescribedCluster | str | Path | None, memory: int | None) -> DescribedCluster | None:
+def _described(cluster: DescribedCluster | str | Path | None, memory: int) -> DescribedCluster | None:
     if cluster is None:
         return None
     found = cluster if isinstance(cluster, DescribedCluster) else DescribedCluster.from_file(Path(cluster))
@@ -142,21 +148,17 @@ class _Asked:
     task: Task
     described: DescribedCluster | None
     workers: tuple[int, ...] | None
-    must: tuple[Must, ...]
-    strategies: tuple[str, ...]
-    limits: PlanLimits
+    required: PlanRequirements
     steps: int
     device: str
-    measure: bool
     say: Callable[[str], None]
-    memory: int = 0
 
     def planned(self, verify: int) -> TaskPlan:
         found = estimate(self.task, self.say)
         record = MachineRecord.of_this_machine(self.device)
         counts = self.workers or (self.described.machines.workers if self.described else 2,)
         cluster = self.described or DescribedCluster(
-            machines=Machines(per_host=max(counts)), memory=self.memory, measured=True
+            machines=Machines(per_host=max(counts)), memory=self.required.memory, measured=True
         )
         profiles = TaskProfiles(self.task, found, device=self.device, say=self.say)
         profile_of = self._profile_of(found, profiles)
@@ -171,9 +173,9 @@ class _Asked:
             workers=counts,
             steps=self.steps,
             refuses=lambda strategy, count: refusal(self.task, strategy, count, found),
-            must=self.must,
-            strategies=self.strategies,
-            limits=self.limits,
+            must=Must.parse(self.required.must),
+            strategies=self.required.strategies,
+            limits=self.required,
             record=TrackRecord(pairs=pairs, noise=profiles.noise),
         )
         self.say("predicting each plan")
@@ -206,7 +208,7 @@ class _Asked:
         @cache
         def here(workers: int) -> Machines:
             machines = Machines(per_host=workers)
-            costs = None if self.measure else record.costs(workers)
+            costs = record.costs(workers)
             if costs is None:
                 costs = measured_costs(machines, self.say, device=self.device)
                 record.keep_costs(workers, costs)

@@ -26,9 +26,10 @@ from manyhands.engine.request import Length, Request
 from manyhands.engine.session import run_session
 from manyhands.engine.training import Result, Stage, Training
 from manyhands.engine.worker_processes import ExchangeTraining
-from manyhands.facts import IN_STEP, Facts, Truth
+from manyhands.facts import Facts, Truth
 from manyhands.places.local.host import threads_per_role
 from manyhands.strategies.common.sharding.layer_units import Unit, units_of
+from manyhands.strategies.common.usual_promises import IN_STEP
 from manyhands.strategy import Strategy
 from manyhands.task import Task
 

@@ -71,13 +71,14 @@ class TaskProfiles:
 
     def __post_init__(self) -> None:
         self._units = units_of(self.found.model)
-        self._measured: dict[tuple[int, int], TaskProfile] = {}
+        self._measured: dict[tuple[int, int], TaskProfile] = {}  # by workers, and threads if fewer
         self._alone: dict[int, float] = {}  # by threads
 
     def of(self, workers: int, processes: int) -> TaskProfile:
         """Of a worker of so many, whose host's cores are shared by so many processes."""
-        alike = self.device != "cpu" or threads_per_role(processes) == threads_per_role(workers)
-        key = workers, 0 if alike else processes
+        threads = threads_per_role(processes)
+        alike = self.device != "cpu" or threads == threads_per_role(workers)
+        key = workers, 0 if alike else threads
         if key not in self._measured:
             self.say(f"measuring the task on {num_of(workers, 'worker')}")
             measured = measure_profile(
@@ -88,7 +89,7 @@ class TaskProfiles:
                 parts=[workers * many for many in (2, 4)] if workers > 1 else [],
                 device=self.device,
                 seconds=self.seconds,
-                processes=key[1],
+                processes=0 if alike else processes,
             )
             self.noise = max(self.noise, measured.noise)
             self._measured[key] = measured.profile

@@ -8,9 +8,6 @@ from typing import ClassVar
 
 from manyhands.errors import UserError
 from manyhands.facts import (
-    ELASTIC,
-    IN_STEP,
-    ROUNDED,
     Facts,
     Machines,
     ModelFootprint,
@@ -19,13 +16,14 @@ from manyhands.facts import (
     Stepping,
     TaskProfile,
     Truth,
-    WorkerMemory,
 )
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
+from manyhands.strategies.common.usual_promises import ELASTIC, IN_STEP, ROUNDED
 from manyhands.strategy import (
     MIB,
     Searched,
     Strategy,
+    WorkerMemory,
     buckets_setting,
     check_buckets,
     check_choice,
@@ -160,7 +158,7 @@ class AllReduce(Strategy):
 
     def predict(self, profile: TaskProfile, machines: Machines) -> PredictedStep | None:
         """Buckets are summed while backward continues; what the workers of a host sum in place, their cores do."""
-        from manyhands.strategies.common.coded_times import coded_all_reduce_s, coding_s, has_known_time
+        from manyhands.strategies.common.coded_times import coded_all_reduce_s, has_known_time
         from manyhands.strategies.common.step_times import (
             beyond_backward_s,
             buckets_of,
@@ -184,7 +182,6 @@ class AllReduce(Strategy):
                 return coded_all_reduce_s(self.codec, algorithm, machines, num_bytes, self.helpers)
 
             exchange_s = beyond_backward_s(profile, profile.samples(workers), buckets, seconds)
-            exchange_s += sum(coding_s(self.codec, machines, num_bytes) for _, num_bytes in buckets)
         return PredictedStep(
             compute_s=profile.compute_s(workers),
             exchange_s=exchange_s,

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 from manyhands.errors import UserError
-from manyhands.facts import IN_STEP, Facts, Machines, Truth
+from manyhands.facts import Facts, Machines, Truth
 from manyhands.strategies.auto.promised import Must
+from manyhands.strategies.common.usual_promises import IN_STEP
 from manyhands.strategies.registry import entry_of
 from manyhands.strategy import Strategy, integer, read_settings, setting, settings_of
 

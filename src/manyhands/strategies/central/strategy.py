@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from manyhands.facts import (
-    IN_STEP,
     Facts,
     Machines,
     ModelFootprint,
@@ -15,10 +14,15 @@ from manyhands.facts import (
     Stepping,
     TaskProfile,
     Truth,
+)
+from manyhands.strategies.common.usual_promises import IN_STEP
+from manyhands.strategy import (
+    Strategy,
     WorkerMemory,
+    buckets_setting,
+    check_buckets,
     shared_copy,
 )
-from manyhands.strategy import Strategy, buckets_setting, check_buckets
 
 __all__ = ["Central"]
 

@@ -1,6 +1,6 @@
 """The time of exchanges whose bytes a codec makes smaller: by the codec's own sizes, in the form that it travels in.
 
-Encoding and decoding take what `Machines.coding` says; the workers' cores do it, so it hides behind nothing.
+The time of encoding and decoding is not modelled.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from manyhands.wire.codec import codec_named, encodes
 from manyhands.wire.names import RAW, auto_error, has_known_size, parse_codec, rounds_hops
 from manyhands.wire.parcels import Parcel
 
-__all__ = ["carries_values", "coded_all_reduce_s", "coding_s", "has_known_time", "left_by"]
+__all__ = ["carries_values", "coded_all_reduce_s", "has_known_time", "left_by"]
 
 
 def has_known_time(codec: str) -> bool:
@@ -51,21 +51,6 @@ def coded_all_reduce_s(
     each, rounds = world - 1, 1 if _gathers(codec, parcel, world) else 2
     sent = left_by(codec, num_bytes) if rounds == 1 else left_by(codec, num_bytes / world)
     return rounds * in_groups_s(machines, world, each * sent, each)
-
-
-def coding_s(codec: str, machines: Machines, num_bytes: float, *, pushes: bool = False) -> float:
-    """What a worker encodes and decodes of so many bytes; one that `pushes` does so once, as its servers do."""
-    rate = machines.coding.get(codec)
-    if rate is None or codec == RAW or machines.workers == 1:
-        return 0.0
-    world = machines.workers
-    if not pushes and rounds_hops(codec):  # what it sends, and what it gets
-        times = 2 * (world - 1) / world
-        return times * num_bytes * (rate.encode_s + rate.decode_s)
-    if not pushes and _gathers(codec, _parcel(round(num_bytes / 4)), world):
-        return num_bytes * (rate.encode_s + world * rate.decode_s)
-    again = 0.0 if pushes else 1.0  # its chunk of the sum, and what all sent of that
-    return num_bytes * ((1 + again / world) * rate.encode_s + (1 + again) * rate.decode_s)
 
 
 def _parcel(items: int) -> Parcel:

@@ -13,17 +13,14 @@ import numpy as np
 from manyhands.data.own import Parties
 from manyhands.errors import UserError, nearest
 from manyhands.facts import (
-    ENDS,
-    NO_SERVERS,
-    NOBODY_JOINS,
     Answer,
     Facts,
     ModelFootprint,
     Promise,
     Promises,
     Truth,
-    WorkerMemory,
 )
+from manyhands.strategies.common.usual_promises import ENDS, NO_SERVERS, NOBODY_JOINS
 from manyhands.strategies.federated.algorithms import FederatedAlgorithm, algorithm_named
 from manyhands.strategies.federated.client_data import NATURAL, Partition, selected
 from manyhands.strategies.federated.client_states import EVERYTHING_SHARED
@@ -31,7 +28,13 @@ from manyhands.strategies.federated.client_updates import check_norm_ratio
 from manyhands.strategies.federated.private_rounds import AUTO as AUTO_SAMPLING
 from manyhands.strategies.federated.private_rounds import SERVER, SYSTEM, PrivacyTerms, need_accountant
 from manyhands.strategies.federated.secure.fixedpoint import MOST_WEIGHT, FixedPoint
-from manyhands.strategy import Strategy, integer, setting, switch_setting
+from manyhands.strategy import (
+    Strategy,
+    WorkerMemory,
+    integer,
+    setting,
+    switch_setting,
+)
 from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, has_feedback
 
 __all__ = ["ALL", "AUTO", "FINE_TUNE", "Federated", "tuning_epochs"]

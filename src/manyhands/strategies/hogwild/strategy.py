@@ -7,8 +7,6 @@ from typing import ClassVar
 
 from manyhands.errors import UserError
 from manyhands.facts import (
-    BY_CHANCE,
-    IN_STEP,
     Answer,
     Facts,
     Machines,
@@ -19,12 +17,17 @@ from manyhands.facts import (
     TaskProfile,
     Truth,
     Waits,
+)
+from manyhands.strategies.common.usual_promises import BY_CHANCE, IN_STEP
+from manyhands.strategy import (
+    Strategy,
     WorkerMemory,
     WorkerTraffic,
+    check_choice,
+    setting,
     shared_copy,
     silent,
 )
-from manyhands.strategy import Strategy, check_choice, setting
 
 __all__ = ["Hogwild"]
 

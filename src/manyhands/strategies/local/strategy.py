@@ -9,9 +9,6 @@ from typing import Any, ClassVar
 
 from manyhands.errors import UserError
 from manyhands.facts import (
-    IN_STEP,
-    ROUNDED,
-    TO_ROUNDING,
     Answer,
     Facts,
     Machines,
@@ -21,11 +18,19 @@ from manyhands.facts import (
     StepCosts,
     TaskProfile,
     Truth,
-    WorkerMemory,
 )
+from manyhands.strategies.common.usual_promises import IN_STEP, ROUNDED, TO_ROUNDING
 from manyhands.strategies.local.fragments import FragmentPlan
 from manyhands.strategies.local.outer import MEAN, outer_step
-from manyhands.strategy import Strategy, check_link, integer, link_setting, setting, switch_setting
+from manyhands.strategy import (
+    Strategy,
+    WorkerMemory,
+    check_link,
+    integer,
+    link_setting,
+    setting,
+    switch_setting,
+)
 from manyhands.wire.names import RAW, auto_error, check_codec, codec_setting, feedback_setting, rounds_hops
 
 __all__ = ["Local"]
@@ -168,7 +173,7 @@ class Local(Strategy):
 
     def predict(self, profile: TaskProfile, machines: Machines) -> PredictedStep | None:
         """Parameters and optimizer state are averaged every few steps, after which computing continues."""
-        from manyhands.strategies.common.coded_times import coded_all_reduce_s, coding_s, has_known_time
+        from manyhands.strategies.common.coded_times import coded_all_reduce_s, has_known_time
         from manyhands.strategies.common.step_times import summed_in_memory_s
 
         if not has_known_time(self.codec) or self.gossip or self._is_elastic:
@@ -181,8 +186,7 @@ class Local(Strategy):
         else:
             way = "hierarchical" if machines.hosts > 1 and machines.per_host > 1 else "ring"
             mean_s = coded_all_reduce_s(self.codec, way, machines, averaged)
-            # It travels beside the next steps, but the cores that encode are those that compute.
-            mean_s = max(0.0, mean_s - self.overlap * compute_s) + coding_s(self.codec, machines, averaged)
+            mean_s = max(0.0, mean_s - self.overlap * compute_s)  # it travels beside the next steps
         return PredictedStep(
             compute_s=compute_s,
             exchange_s=self.fragments * mean_s / self.steps,

@@ -9,8 +9,6 @@ from typing import ClassVar
 
 from manyhands.errors import UserError
 from manyhands.facts import (
-    CUT_ON_ONE_HOST,
-    IN_STEP,
     Facts,
     Machines,
     ModelFootprint,
@@ -20,15 +18,16 @@ from manyhands.facts import (
     Stepping,
     TaskProfile,
     Truth,
-    WorkerMemory,
 )
 from manyhands.strategies.common.grid.grid_layout import Grid
+from manyhands.strategies.common.usual_promises import CUT_ON_ONE_HOST, IN_STEP
 from manyhands.strategies.pipeline.cuts import balanced, check_cuts, parts_of
 from manyhands.strategies.pipeline.schedule_cost import cost, equal_times, most_held
 from manyhands.strategies.pipeline.schedules import SCHEDULES, Schedule
 from manyhands.strategy import (
     Searched,
     Strategy,
+    WorkerMemory,
     check_choice,
     check_link,
     integer,

@@ -8,9 +8,6 @@ from typing import ClassVar
 
 from manyhands.errors import UserError, num_of
 from manyhands.facts import (
-    BY_CHANCE,
-    ROUNDED,
-    TO_ROUNDING,
     Answer,
     Facts,
     Machines,
@@ -23,11 +20,20 @@ from manyhands.facts import (
     TaskProfile,
     Truth,
     Waits,
-    WorkerMemory,
 )
 from manyhands.strategies.common.consistency import Policy, Sync, parse_consistency
 from manyhands.strategies.common.tables.filter_setting import RowFilters, parse_filters
-from manyhands.strategy import Searched, Strategy, check_choice, check_link, integer, link_setting, setting
+from manyhands.strategies.common.usual_promises import BY_CHANCE, ROUNDED, TO_ROUNDING
+from manyhands.strategy import (
+    Searched,
+    Strategy,
+    WorkerMemory,
+    check_choice,
+    check_link,
+    integer,
+    link_setting,
+    setting,
+)
 from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, rounds_hops, votes
 
 __all__ = ["Ps"]
@@ -224,7 +230,7 @@ class Ps(Strategy):
         Otherwise each worker computes whole batches; together they cannot push more than the servers' links and
         optimizers get through.
         """
-        from manyhands.strategies.common.coded_times import carries_values, coding_s, has_known_time, left_by
+        from manyhands.strategies.common.coded_times import carries_values, has_known_time, left_by
 
         if self.averages or self.replicas or not has_known_time(self.codec):
             return None
@@ -239,7 +245,6 @@ class Ps(Strategy):
         whole, step_s = profile.model.gradients, profile.served_s(shards, workers)
         pushed = left_by(self.codec, whole)
         pulled = pushed if carries_values(self.codec) else whole
-        coded_s = coding_s(self.codec, machines, whole, pushes=True)
         # What one worker pushes to one shard, and pulls from it, and what it takes the shard's server.
         sizes = (pushed, pulled)
         if self.consistency.lockstep:
@@ -250,14 +255,14 @@ class Ps(Strategy):
             moved_s += sum(map(machines.memory.seconds, sizes)) if ends < workers else 0.0
             return PredictedStep(
                 compute_s=profile.compute_s(workers),
-                exchange_s=moved_s + coded_s * (1 + workers / shards),
+                exchange_s=moved_s,
                 waiting_s=profile.waiting_s(workers),
                 optimizer_s=step_s,
             )
-        compute_s, moved_s = profile.compute_s(), coded_s + sum(map(rate.seconds, sizes))
+        compute_s, moved_s = profile.compute_s(), sum(map(rate.seconds, sizes))
         alone_s = compute_s + moved_s + step_s
         served_s = max(rate.seconds(size / shards) for size in sizes)
-        most_s = workers * max(step_s + coded_s / shards, served_s)
+        most_s = workers * max(step_s, served_s)
         waiting_s = max(0.0, most_s - alone_s)
         return PredictedStep(
             compute_s=compute_s, exchange_s=moved_s, waiting_s=waiting_s, optimizer_s=step_s, batches=workers

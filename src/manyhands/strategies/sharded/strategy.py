@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from manyhands.facts import (
-    CUT_ON_ONE_HOST,
-    IN_STEP,
     ONE_DEVICE,
     Facts,
     Machines,
@@ -18,9 +16,14 @@ from manyhands.facts import (
     Stepping,
     TaskProfile,
     Truth,
-    WorkerMemory,
 )
-from manyhands.strategy import Strategy, check_link, link_setting
+from manyhands.strategies.common.usual_promises import CUT_ON_ONE_HOST, IN_STEP
+from manyhands.strategy import (
+    Strategy,
+    WorkerMemory,
+    check_link,
+    link_setting,
+)
 
 __all__ = ["Sharded"]
 

@@ -9,7 +9,6 @@ from typing import ClassVar, Final
 
 from manyhands.errors import UserError, format_bytes
 from manyhands.facts import (
-    IN_STEP,
     Answer,
     Facts,
     Machines,
@@ -20,11 +19,18 @@ from manyhands.facts import (
     TaskProfile,
     Truth,
     Waits,
+)
+from manyhands.strategies.common.usual_promises import IN_STEP
+from manyhands.strategy import (
+    Strategy,
     WorkerMemory,
     WorkerTraffic,
+    enough,
+    parse_size,
+    setting,
+    show_size,
     silent,
 )
-from manyhands.strategy import Strategy, enough, parse_size, setting, show_size
 
 __all__ = ["Budget", "Single", "UnitBytes", "plan_budget"]
 

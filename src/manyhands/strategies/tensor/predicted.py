@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from manyhands.data.batches import split
-from manyhands.facts import TracedModel, WorkerTraffic, silent
+from manyhands.facts import (
+    TracedModel,
+)
 from manyhands.strategies.common.grid.grid_group import (
     traffic_of_agreement,
     traffic_of_gradients,
@@ -11,6 +13,10 @@ from manyhands.strategies.common.grid.grid_group import (
 )
 from manyhands.strategies.tensor.played_slices import moved_in_pieces, piece_of, played
 from manyhands.strategies.tensor.strategy import Tensor
+from manyhands.strategy import (
+    WorkerTraffic,
+    silent,
+)
 
 __all__ = ["sent_in_step"]
 

@@ -8,8 +8,6 @@ from typing import ClassVar
 
 from manyhands.errors import UserError
 from manyhands.facts import (
-    CUT_ON_ONE_HOST,
-    IN_STEP,
     Facts,
     Machines,
     ModelFootprint,
@@ -19,10 +17,17 @@ from manyhands.facts import (
     Stepping,
     TaskProfile,
     Truth,
-    WorkerMemory,
 )
 from manyhands.strategies.common.grid.grid_layout import Grid, require_multiple
-from manyhands.strategy import Strategy, check_link, integer, link_setting, setting
+from manyhands.strategies.common.usual_promises import CUT_ON_ONE_HOST, IN_STEP
+from manyhands.strategy import (
+    Strategy,
+    WorkerMemory,
+    check_link,
+    integer,
+    link_setting,
+    setting,
+)
 
 __all__ = ["Tensor"]
 
