@@ -398,7 +398,10 @@ class TaskProfile:
     rest: ComputeTime = ComputeTime()
     """Everything else that grows with the samples of a worker: loading, the loss, recording."""
     optimizer_s: float = 0.0  # a step of all parameters, while the other workers take theirs
-    optimizer_alone_s: float | None = None  # while nobody else does; None: not measured
+    owners_s: float | None = (
+        None  # the same as owners of slices take it, in one pass; None: as the optimizer does
+    )
+    owner_alone_s: float | None = None  # by an owner while nobody else does; None: not measured
     slowest: float = 1.0
     """How many times as long as a worker's share of a step takes that of the slowest of all workers, in the median."""
 
@@ -417,10 +420,15 @@ class TaskProfile:
         samples = self.samples(workers)
         return self.forward_s(samples) + self.backward_s(samples) + self.rest.seconds(samples)
 
+    @property
+    def by_owners_s(self) -> float:
+        """A step of all parameters by an owner, while the other workers take theirs."""
+        return self.optimizer_s if self.owners_s is None else self.owners_s
+
     def served_s(self, servers: int, workers: int) -> float:
         """A step of all parameters by so many servers, of which each takes its part of them at once."""
-        together = self.optimizer_s
-        alone = self.optimizer_alone_s if self.optimizer_alone_s is not None else together
+        together = self.by_owners_s
+        alone = self.owner_alone_s if self.owner_alone_s is not None else together
         crowded = min(1.0, (servers - 1) / (workers - 1)) if workers > 1 else 0.0
         return (alone + crowded * (together - alone)) / servers
 

@@ -20,7 +20,13 @@ from manyhands.facts import (
 )
 from manyhands.foresight.plan.described_cluster import DescribedCluster, parse_duration, parse_rate
 from manyhands.foresight.plan.plan_file import plan_record, planned
-from manyhands.foresight.plan.plan_search import PlanLimits, Question, RankedPlans, make_plan
+from manyhands.foresight.plan.plan_search import (
+    PlanLimits,
+    Question,
+    RankedPlans,
+    make_plan,
+    worth_trying,
+)
 from manyhands.foresight.plan.planning import TaskPlan
 from manyhands.foresight.plan.track_record import SeenStep, TrackRecord
 from manyhands.strategies.auto.promised import Must
@@ -320,6 +326,17 @@ def test_earlier_errors_correct_a_prediction_and_say_how_sure_it_is() -> None:
     assert after.of("mirrored", 4).uncorrected_s == pytest.approx(before.of("mirrored", 4).seconds)
     assert after.of("central", 4).seconds == before.of("central", 4).seconds
     assert after.of("mirrored", 4).error < before.of("mirrored", 4).error
+
+
+def test_the_fastest_of_each_kind_is_tried_before_the_second_fastest_of_any() -> None:
+    rows = plan(
+        cluster(), strategies=("ps servers=1", "ps servers=2", "ps servers=4", "central", "mirrored")
+    ).finalists
+    words = [row.strategy.word for row in rows]
+    assert words.count("ps") == 3
+    assert [row.strategy.word for row in worth_trying(rows, 3)] == list(dict.fromkeys(words))
+    assert sorted(map(str, worth_trying(rows, 9))) == sorted(map(str, rows))
+    assert worth_trying(rows, 1) == [rows[0]]
 
 
 def test_a_thousand_workers_are_planned() -> None:

@@ -411,6 +411,16 @@ def test_asynchronous_servers_are_as_fast_as_in_the_simulator(workers: int, step
 def test_one_server_steps_as_fast_as_alone_and_as_many_as_workers_as_fast_as_these(
     servers: int, expected: float
 ) -> None:
-    measured = replace(profile(), optimizer_s=2.0, optimizer_alone_s=1.0)
+    measured = replace(profile(), optimizer_s=3.0, owners_s=2.0, owner_alone_s=1.0)
     assert measured.served_s(servers, 4) == pytest.approx(expected)
-    assert replace(measured, optimizer_alone_s=None).served_s(servers, 4) == pytest.approx(2.0 / servers)
+    assert replace(measured, owner_alone_s=None).served_s(servers, 4) == pytest.approx(2.0 / servers)
+
+
+def test_owners_of_slices_step_in_one_pass() -> None:
+    measured = replace(profile(), optimizer_s=3.0, owners_s=2.0)
+    central, mirrored = (
+        Strategy.parse(text).predict(measured, hosts(1, 4)) for text in ("central", "mirrored")
+    )
+    assert central is not None
+    assert mirrored is not None
+    assert (central.optimizer_s, mirrored.optimizer_s) == (2.0 / 4, 3.0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from manyhands.engine.fusing import may_fuse
+from manyhands.engine.fusing import may_fuse, take_step
 from manyhands.errors import UserError
 from manyhands.facts import Stepping
 from manyhands.strategies.common.sharding.optimizers import (
@@ -370,3 +370,25 @@ def test_gradients_that_are_brought_are_let_go_after_the_step() -> None:
 @pytest.mark.parametrize("way", Stepping)
 def test_state_of_the_constructor_is_there_in_the_trial(way: Stepping) -> None:
     assert cannot_step(BegunByItsConstructor(parameters_of(), lr=0.1), way) == ""
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adagrad", "adam", "adamw", "rmsprop"])
+def test_a_step_in_one_pass_is_torch_s_own_and_leaves_the_optimizer_as_it_was(name: str) -> None:
+    whole, fused = parameters_of(*SHAPES), parameters_of(*SHAPES)
+    for one, other in zip(whole, fused, strict=True):
+        other.data.copy_(one.data)
+    plain, wherever = ELEMENTWISE[name](whole), ELEMENTWISE[name](fused)
+    settings = [
+        {key: value for key, value in group.items() if key != "params"} for group in wherever.param_groups
+    ]
+    for step in range(3):
+        for one, other in zip(whole, fused, strict=True):
+            one.grad = torch.full_like(one, 0.1 * (step + 1))
+            other.grad = one.grad.clone()
+        plain.step()
+        take_step(wherever, wherever=True)
+    for one, other in zip(whole, fused, strict=True):
+        torch.testing.assert_close(one, other)
+    assert settings == [
+        {key: value for key, value in group.items() if key != "params"} for group in wherever.param_groups
+    ]

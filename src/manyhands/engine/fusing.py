@@ -39,22 +39,27 @@ def may_fuse(
     return not group.get("momentum") or all(states) or not any(states)
 
 
-def take_step(optimizer: Optimizer) -> None:
-    """The optimizer's step; of parameters on a GPU the fused one, as a loop of single operations waits for launches."""
-    with _fused_on_gpu(optimizer):
+def take_step(optimizer: Optimizer, *, wherever: bool = False) -> None:
+    """The optimizer's step; of parameters on a GPU the fused one, as a loop of single operations waits for launches.
+
+    `wherever` it may, also on the CPU: as owners of pieces take it.
+    """
+    with _fused(optimizer, wherever):
         optimizer.step()
 
 
 @contextmanager
-def _fused_on_gpu(optimizer: Optimizer) -> Iterator[None]:
+def _fused(optimizer: Optimizer, wherever: bool) -> Iterator[None]:
     changed = []
     for group in optimizer.param_groups:
         parameters = group["params"]
-        on_gpu = parameters and all(one.device.type == "cuda" for one in parameters)
-        dense = on_gpu and not any(one.grad is not None and one.grad.is_sparse for one in parameters)
+        on_gpu = bool(parameters) and all(one.device.type == "cuda" for one in parameters)
+        dense = (on_gpu or wherever) and not any(
+            one.grad is not None and one.grad.is_sparse for one in parameters
+        )
         if (
             not dense
-            or type(optimizer) is Adagrad
+            or (on_gpu and type(optimizer) is Adagrad)
             or not may_fuse(optimizer, group, parameters, optimizer.state)
         ):
             continue  # torch has fused Adagrad on the CPU only

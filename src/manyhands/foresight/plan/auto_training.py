@@ -29,7 +29,7 @@ from manyhands.engine.training import Result, SegmentDrive, Segments, Stage, Tra
 from manyhands.errors import UserError, format_seconds, num_of
 from manyhands.foresight.estimate import estimate
 from manyhands.foresight.plan.auto_choice import AutoChoice
-from manyhands.foresight.plan.plan_search import PlanRow
+from manyhands.foresight.plan.plan_search import PlanRow, worth_trying
 from manyhands.foresight.plan.profile_run import Profiling, profile_training
 from manyhands.foresight.plan.seen_steps import seen_step_s
 from manyhands.foresight.plan.task_profile import TaskProfiles, measure_profile
@@ -245,7 +245,7 @@ class AutoTraining(Segments):
     def _worth_trying(self, rows: Sequence[PlanRow], first: _Segment) -> list[PlanRow]:
         """The best plans beside the first, as many as the rest of the run has time for, the best first."""
         most = max(1, round(_STARTS_SHARE * self._left_s(first) / _START_S))
-        others = [row for row in rows[: self._auto.tries] if row.strategy != first.strategy]
+        others = [row for row in worth_trying(rows, self._auto.tries) if row.strategy != first.strategy]
         # Too slow even where the prediction is as wrong as it can be expected to be: not worth a trial.
         may_win = [row for row in others if (row.seconds or 0.0) * (1 - row.error) < first.seen_s]
         return may_win[:most]

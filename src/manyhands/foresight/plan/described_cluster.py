@@ -127,6 +127,7 @@ class DescribedCluster:
             layers=tuple(map(of_layer, profile.layers)),
             rest=faster(profile.rest),
             optimizer_s=profile.optimizer_s / self.speed,
+            owners_s=profile.by_owners_s / self.speed,
         )
 
     @classmethod

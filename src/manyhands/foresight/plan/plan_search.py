@@ -18,7 +18,7 @@ from manyhands.strategies.auto.promised import Must
 from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy, enough
 
-__all__ = ["PlanLimits", "PlanRow", "Question", "RankedPlans", "make_plan", "predicted_rows"]
+__all__ = ["PlanLimits", "PlanRow", "Question", "RankedPlans", "make_plan", "predicted_rows", "worth_trying"]
 
 _DOES_NOT_FIT = "does not fit"
 
@@ -124,6 +124,18 @@ def make_plan(question: Question) -> RankedPlans:
         *_with_other_memory(question, rows, best),
     ]
     return RankedPlans(rows=(best, *slower, *ruled_out), sensitivities=tuple(said))
+
+
+def worth_trying(rows: Sequence[PlanRow], most: int) -> list[PlanRow]:
+    """Of rows with the fastest first, those to run for a moment: the fastest of each kind, then the next fastest.
+
+    Plans of a kind err alike: one is rarely slow where another one is fast.
+    """
+    kinds: dict[str, PlanRow] = {}
+    for row in rows:
+        kinds.setdefault(cost_class(row.strategy), row)
+    firsts = list(kinds.values())
+    return [*firsts, *(row for row in rows if row not in firsts)][:most]
 
 
 def predicted_rows(question: Question) -> list[PlanRow]:

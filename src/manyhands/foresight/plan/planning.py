@@ -14,7 +14,14 @@ from manyhands.foresight.estimate import Estimate, estimate, refusal
 from manyhands.foresight.plan.described_cluster import DescribedCluster
 from manyhands.foresight.plan.device_profile import device_profile
 from manyhands.foresight.plan.machine_record import MachineRecord
-from manyhands.foresight.plan.plan_search import PlanLimits, PlanRow, Question, RankedPlans, make_plan
+from manyhands.foresight.plan.plan_search import (
+    PlanLimits,
+    PlanRow,
+    Question,
+    RankedPlans,
+    make_plan,
+    worth_trying,
+)
 from manyhands.foresight.plan.step_costs import measured_costs, try_steps, usual_costs
 from manyhands.foresight.plan.task_profile import TaskProfiles
 from manyhands.foresight.plan.track_record import SeenStep, TrackRecord, cost_class
@@ -180,7 +187,7 @@ class _Asked:
         )
         self.say("predicting each plan")
         ranked = make_plan(question)
-        tried, failed = self._tried(ranked.finalists[:verify], record)
+        tried, failed = self._tried(worth_trying(ranked.finalists, verify), record)
         left = [row for row in ranked.finalists if row not in failed]
         return TaskPlan(
             task=self.task,

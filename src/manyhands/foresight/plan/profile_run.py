@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from manyhands.engine.computing import Computed, Computer
 from manyhands.engine.exchange import Exchange, LocalStep, Resources, SharedStep, SingleExchange, WorkerPart
+from manyhands.engine.fusing import take_step
 from manyhands.engine.options import Options
 from manyhands.engine.request import Length, Request
 from manyhands.engine.session import run_session
@@ -50,6 +51,7 @@ class TimedStep:
     forward_s: float
     backward_s: float
     optimizer_s: float
+    is_owners: bool  # whether that step was one of owners of slices, who take torch's one-pass form
     unit_forward_s: Mapping[int, float]
     unit_backward_s: Mapping[int, float]
     unit_output: Mapping[int, int]  # bytes
@@ -188,13 +190,17 @@ class _ProfileExchange(SingleExchange):
         return SharedStep(loss=local.loss, stop=is_round and enough and counted >= _FEWEST_ROUNDS)
 
     def apply(self) -> None:
+        """Every other round by the optimizer as it is, and as owners of slices run it."""
+        is_owners = self._rounds % 2 == 1
         begin = self._now()
-        super().apply()
+        take_step(self._optimizer, wherever=is_owners)
+        self._optimizer.zero_grad()
         end = self._now()
         if self._before is not None and self._rounds >= _WARM_ROUNDS:
             whole = {
                 "whole_s": end - self._before,
                 "optimizer_s": end - begin,
+                "is_owners": is_owners,
                 "backward_s": self._backward_s,
             }
             self._steps.append({**self._timed, **whole, **self._units.taken()})

@@ -1,7 +1,7 @@
 """What a step of each strategy costs on this machine beside computing: measured once, on small made-up models.
 
 A stack of layers is trained for a moment under each strategy. What the step takes beyond its prediction is due to the
-strategy itself, to its messages and to their bytes; three models that differ in these tell them apart.
+strategy itself, to its messages and to their bytes; models that differ in these tell them apart.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def fitted_costs(
 ) -> dict[str, StepCosts]:
     """By kind, the costs with the least squares of relative errors; none is below 0, and none far above its usual size.
 
-    Three models cannot tell noise from a cost of bytes, of which a large model has a thousand times as many.
+    A few models cannot tell noise from a cost of bytes, of which a large model has a thousand times as many.
     """
     from scipy.optimize import lsq_linear
 
@@ -79,8 +79,8 @@ class _Shape:
     samples: int
 
 
-_SHAPES = (_Shape(3, 32, 8), _Shape(20, 64, 32), _Shape(3, 768, 32))
-"""Few bytes in few messages, few bytes in many, and many bytes in few."""
+_SHAPES = (_Shape(3, 32, 8), _Shape(20, 64, 32), _Shape(3, 768, 32), _Shape(4, 64, 2048))
+"""Few bytes in few messages, few bytes in many, and many bytes in few: of gradients, and of activations."""
 
 
 def stack(layers: int, width: int, batch_size: int) -> Task:
@@ -160,7 +160,7 @@ def _tried_for(machines: Machines) -> list[Strategy]:
     by_kind: dict[str, list[Strategy]] = {}
     for entry in STRATEGIES.values():
         kind = entry.load_value()
-        for one in kind.choices(machines, survives=True):
+        for one in kind.choices(machines):
             if not one.facts.counts_rounds:
                 by_kind.setdefault(cost_class(one), []).append(one)
     return [one for found in by_kind.values() for one in dict.fromkeys((found[0], found[-1]))]

@@ -94,10 +94,10 @@ class TaskProfiles:
             self.noise = max(self.noise, measured.noise)
             self._measured[key] = measured.profile
         found = self._measured[key]
-        return found if processes <= workers else replace(found, optimizer_alone_s=self._alone_s(processes))
+        return found if processes <= workers else replace(found, owner_alone_s=self._alone_s(processes))
 
     def _alone_s(self, processes: int) -> float:
-        """A step of the optimizer in one of so many processes, while no other takes one, as a server does."""
+        """A step of all parameters by one of so many processes, while no other takes one, as a server does."""
         threads = threads_per_role(processes)
         if threads not in self._alone:
             found = measure_profile(
@@ -109,7 +109,7 @@ class TaskProfiles:
                 seconds=self.seconds / 2,
                 processes=processes,
             )
-            self._alone[threads] = found.profile.optimizer_s
+            self._alone[threads] = found.profile.by_owners_s
         return self._alone[threads]
 
 
@@ -128,7 +128,9 @@ def profile_of_steps(
         )
 
     forward, backward = through(lambda one: one.forward_s), through(lambda one: one.backward_s)
-    optimizer_s = statistics.median(one.optimizer_s for timed in by_parts.values() for one in timed)
+    every = [one for timed in by_parts.values() for one in timed]
+    own_s = [one.optimizer_s for one in every if not one.is_owners]
+    owners_s = [one.optimizer_s for one in every if one.is_owners]
     rest = through(lambda one: max(0.0, one.whole_s - one.forward_s - one.backward_s - one.optimizer_s))
     whole = by_parts[min(by_parts)]
     forward_of = _shares([one.unit_forward_s for one in whole], units)
@@ -146,16 +148,16 @@ def profile_of_steps(
         )
         for unit in units
     )
-    shares = [
-        [one.whole_s for one in of_worker if one.parts == _shared(by_parts, workers)] for of_worker in steps
-    ]
+    shared = _shared(by_parts, workers)  # without the optimizer, which takes its step in two ways
+    shares = [[one.whole_s - one.optimizer_s for one in mine if one.parts == shared] for mine in steps]
     pooled = sorted(one for of_worker in shares for one in of_worker)
     low, high = (pooled[round(at * (len(pooled) - 1))] for at in (0.1, 0.9))
     profile = TaskProfile(
         layers=layers,
         model=footprint,
         rest=rest,
-        optimizer_s=optimizer_s,
+        optimizer_s=statistics.median(own_s),
+        owners_s=statistics.median(owners_s),
         slowest=expected_slowest(shares) / statistics.median(pooled),
     )
     return ProfiledTask(profile=profile, noise=(high - low) / statistics.median(pooled))

@@ -68,7 +68,7 @@ class Central(Strategy):
             compute_s=profile.compute_s(machines.workers),
             exchange_s=exchange_s,
             waiting_s=profile.waiting_s(machines.workers),
-            optimizer_s=profile.optimizer_s / machines.per_host,
+            optimizer_s=profile.by_owners_s / machines.per_host,
         )
 
     @property
