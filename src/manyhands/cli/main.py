@@ -80,6 +80,12 @@ GROUPS = {
             trains=True,
         ),
     },
+    "Prepare": {
+        "tokenize": LazyCommand(
+            "tokenize_command:tokenize_command",
+            "Turn text into files of tokens, with a tokenizer of your own or a new one.",
+        ),
+    },
     "Look": {
         "show": LazyCommand(
             "look_commands:show_command",

@@ -1,0 +1,1 @@
+"""Text as tokens: tokenizers, files of tokens, windows over them, and masks."""
