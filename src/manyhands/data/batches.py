@@ -44,6 +44,7 @@ __all__ = [
     "BatchPlan",
     "BatchShares",
     "BatchSource",
+    "BatchedDataset",
     "IndexedShares",
     "Microbatch",
     "Share",
@@ -56,10 +57,29 @@ __all__ = [
 ]
 
 Indices: TypeAlias = NDArray[np.int64]
-Gather: TypeAlias = Callable[[Indices], Any]
+Gather: TypeAlias = Callable[[Indices, int], Any]
+"""(samples, epoch) -> their batch."""
 _ALLOWED = (
     "a map-style dataset (with __len__ and __getitem__), a tensor or array, or a tuple, list or dict of them"
 )
+
+
+class BatchedDataset(ABC):
+    """Map-style data that make a batch at once, and may make it anew in each epoch: a pure function of both."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def batch(self, indices: Indices, epoch: int) -> Tensor | dict[str, Tensor]:
+        """The batch of these samples, as `epoch` sees them."""
+
+    def __getitem__(self, index: int) -> Tensor | dict[str, Tensor]:
+        """One sample, as the first epoch sees it."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        found = self.batch(np.array([index % len(self)]), 0)
+        return {name: one[0] for name, one in found.items()} if isinstance(found, dict) else found[0]
 
 
 class BatchSource:
@@ -80,6 +100,10 @@ class BatchSource:
             ) from error
         if self._length == 0:
             raise UserError(f"{field} is empty; give at least one sample")
+        if collate is not None and isinstance(samples, BatchedDataset):
+            raise UserError(
+                f"collate is not called for {field}, a {type(samples).__name__}: it makes its batches; leave it out"
+            )
         self._collate = default_collate if collate is None else collate
         self._gather = _gatherer(samples) if collate is None else None
         # Whether the data are arrays, of which a batch is gathered at once and nothing is drawn by chance
@@ -88,12 +112,12 @@ class BatchSource:
     def __len__(self) -> int:
         return self._length
 
-    def fetch(self, indices: Sequence[int] | Indices) -> Any:
+    def fetch(self, indices: Sequence[int] | Indices, epoch: int = 0) -> Any:
         """The collated batch of these samples, at least one: a worker with an empty share has no batch."""
         if len(indices) == 0:
             raise ValueError("fetch needs at least one index; a worker with an empty share takes no batch")
         if self._gather is not None:
-            return self._gather(np.asarray(indices, dtype=np.int64))
+            return self._gather(np.asarray(indices, dtype=np.int64), epoch)
         wanted = [int(index) for index in indices]
         if getattr(self._samples, "__getitems__", None):
             return self._collate(self._samples.__getitems__(wanted))
@@ -151,17 +175,19 @@ def _gatherer(samples: Any) -> Gather | None:
     Exact types only: a subclass may have its own `__getitem__`. A batch is laid out as a stack of single rows:
     contiguous, whatever the source's strides.
     """
+    if isinstance(samples, BatchedDataset):
+        return samples.batch
     if isinstance(samples, Tensor):
         if type(samples) is not Tensor or samples.layout != torch.strided or samples.is_nested:
             return None
-        return lambda indices: samples.index_select(
+        return lambda indices, _: samples.index_select(
             0, torch.from_numpy(np.where(indices < 0, indices + len(samples), indices)).to(samples.device)
         )
     if isinstance(samples, np.ndarray):
         if samples.dtype.kind not in "biufc" or not samples.dtype.isnative:
             return None
         # Not `np.take`, which copies all of a view, such as windows over a text, before it takes a few rows of it.
-        return lambda indices: torch.from_numpy(np.ascontiguousarray(samples[indices]))
+        return lambda indices, _: torch.from_numpy(np.ascontiguousarray(samples[indices]))
     if type(samples) is TensorDataset:
         return _column_gatherer(samples.tensors)
     if type(samples) is StackDataset:
@@ -171,13 +197,13 @@ def _gatherer(samples: Any) -> Gather | None:
         gather_values = _column_gatherer(tuple(columns.values()))
         if gather_values is None:
             return None
-        return lambda indices: dict(zip(columns, gather_values(indices), strict=True))
+        return lambda indices, epoch: dict(zip(columns, gather_values(indices, epoch), strict=True))
     if type(samples) is Subset:
         gather = _gatherer(samples.dataset)
         if gather is None:
             return None
         positions = np.fromiter(map(int, samples.indices), np.int64)
-        return lambda indices: gather(positions[indices])
+        return lambda indices, epoch: gather(positions[indices], epoch)
     return None
 
 
@@ -185,7 +211,7 @@ def _column_gatherer(columns: Sequence[Any]) -> Gather | None:
     gathers = [gather for gather in map(_gatherer, columns) if gather is not None]
     if len(gathers) < len(columns):
         return None
-    return lambda indices: [gather(indices) for gather in gathers]
+    return lambda indices, epoch: [gather(indices, epoch) for gather in gathers]
 
 
 def _kind(value: Any) -> str:
@@ -334,8 +360,9 @@ class IndexedShares(BatchShares):
 
     def share(self, step: int, part: int, parts: int) -> Share:
         indices, count = self._plan.share(step, part, parts), self._plan.size(step)
+        fetch_now = partial(self._source.fetch, epoch=self._plan.epoch(step))
         if self._weights is None:
-            return share_of(indices, count, self._microbatches, self._source.fetch)
+            return share_of(indices, count, self._microbatches, fetch_now)
         whole = float(self._weights[self._plan.indices(step)].sum())
         if not whole > 0:
             raise UserError(
@@ -348,7 +375,7 @@ class IndexedShares(BatchShares):
             weights = mine[piece.start : piece.stop]
             weight = float(weights.sum())
             if weight > 0:
-                fetch = partial(self._source.fetch, indices[piece.start : piece.stop])
+                fetch = partial(fetch_now, indices[piece.start : piece.stop])
                 own = weights / weight
                 pieces.append(
                     Microbatch(samples=len(piece), weight=weight / total, fetch=fetch, sample_weights=own)

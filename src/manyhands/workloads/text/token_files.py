@@ -124,7 +124,7 @@ class TokenShard:
 
     header: ShardHeader
     tokens: NDArray[Any]
-    starts: NDArray[np.uint64]
+    starts: NDArray[np.int64]
 
 
 def open_shard(path: Path, tokenizer: str | None = None) -> TokenShard:
@@ -134,7 +134,7 @@ def open_shard(path: Path, tokenizer: str | None = None) -> TokenShard:
     return TokenShard(
         header=header,
         tokens=body[_HEADER.size : stop].view(header.dtype),
-        starts=body[header.starts_offset :].view("<u8"),
+        starts=body[header.starts_offset :].view("<i8"),
     )
 
 

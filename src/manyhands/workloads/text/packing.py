@@ -1,0 +1,166 @@
+"""Windows over files of tokens, as the data of a task: rows of one length, without padding.
+
+    shard      the cat sat . ⏎ | a dog ran ⏎ | it was late and …
+    windows    [the cat sat . ⏎]
+                           [⏎ a dog ran ⏎]           length 4: each row has the token that follows, too
+                                      [⏎ it was late and]
+
+Documents follow one another, and a row holds what falls into it. Either attention reaches over their ends, or it stays
+within each: then a batch has the number of each token's document in its row, and its position in it. A row never
+reaches over the end of a shard; what is left there is shorter than a row. Which rows a batch has is decided by the
+run's plan: the same for any strategy and number of workers, and after a resume. A batch copies its own rows alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from manyhands.data.batches import BatchedDataset
+from manyhands.errors import UserError, num_of
+from manyhands.workloads.text.masking import IGNORED, Masking
+from manyhands.workloads.text.token_files import TokenFiles
+
+__all__ = ["MaskedWindows", "TokenWindows", "document_mask", "document_mask_mod", "next_tokens"]
+
+
+class _Rows(NamedTuple):
+    """Rows of tokens, and where they lie: each token's document in the row, and its position in it."""
+
+    tokens: NDArray[np.int64]
+    documents: NDArray[np.int64] | None
+    positions: NDArray[np.int64] | None
+
+
+class _Windows:
+    """Rows of `size` consecutive tokens, one every `step`."""
+
+    def __init__(self, files: TokenFiles, size: int, step: int, *, within: bool) -> None:
+        self._files, self._size, self._step, self._within = files, size, step, within
+        counts = [max(0, (tokens - size) // step + 1) for tokens in files.shard_tokens]
+        self._ends = np.cumsum(counts)
+        if not sum(counts):
+            longest = max(files.shard_tokens, default=0)
+            raise UserError(
+                f"{files.folder} has no row of {num_of(size, 'token')}: its longest file has {longest}; give a shorter "
+                "length or more text"
+            )
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def rows(self, indices: NDArray[np.int64]) -> _Rows:
+        indices = np.asarray(indices)
+        if indices.size and not 0 <= indices.min() <= indices.max() < len(self):
+            raise IndexError(f"rows {indices.min()} to {indices.max()} are asked for; there are {len(self)}")
+        numbers = np.searchsorted(self._ends, indices, side="right")
+        tokens = np.empty((len(indices), self._size), np.int64)
+        documents, positions = (np.empty_like(tokens) if self._within else None for _ in range(2))
+        for number in np.unique(numbers):
+            mine, shard = numbers == number, self._files.shard(int(number))
+            before = self._ends[number - 1] if number else 0
+            begins = (indices[mine] - before)[:, None] * self._step
+            at = begins + np.arange(self._size)
+            tokens[mine] = shard.tokens[at]
+            if documents is not None and positions is not None:
+                found = np.searchsorted(shard.starts, at, side="right") - 1
+                documents[mine] = found - found[:, :1]
+                positions[mine] = at - np.maximum(shard.starts[found], begins)
+        return _Rows(tokens, documents, positions)
+
+
+class TokenWindows(BatchedDataset):
+    """Rows of `length` tokens and the one that follows them; neighbours share one token, so each is predicted once.
+
+    A batch is a tensor (rows, length + 1) of int64. With `within_documents` it is a dict of three such tensors:
+    `tokens`, `documents` and `positions`; see `next_tokens` and `document_mask`.
+    """
+
+    def __init__(self, files: TokenFiles, length: int, *, within_documents: bool = False) -> None:
+        if length < 1:
+            raise UserError(f"length is {length}; it must be at least 1")
+        self._windows = _Windows(files, length + 1, length, within=within_documents)
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def batch(self, indices: NDArray[np.int64], epoch: int) -> Tensor | dict[str, Tensor]:
+        del epoch
+        rows = self._windows.rows(indices)
+        if rows.documents is None:
+            return torch.from_numpy(rows.tokens)
+        return _tensors(rows._asdict())
+
+
+class MaskedWindows(BatchedDataset):
+    """Rows of `length`: [CLS], consecutive tokens, [SEP]; masked anew in each epoch.
+
+    A batch is a dict of tensors (rows, length) of int64: `tokens`, `labels` (`IGNORED` where nothing is predicted) and,
+    with `within_documents`, `documents` and `positions`.
+    """
+
+    def __init__(
+        self,
+        files: TokenFiles,
+        length: int,
+        masking: Masking | None = None,
+        *,
+        within_documents: bool = False,
+    ) -> None:
+        if length < 3:
+            raise UserError(f"length is {length}; it must be at least 3, for [CLS], a token and [SEP]")
+        tokenizer = files.tokenizer
+        self._masking = masking or Masking.of(tokenizer)
+        self._first, self._last = tokenizer.require_id("[CLS]"), tokenizer.require_id("[SEP]")
+        self._windows = _Windows(files, length - 2, length - 2, within=within_documents)
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def batch(self, indices: NDArray[np.int64], epoch: int) -> dict[str, Tensor]:
+        rows = self._windows.rows(indices)
+        whole = np.pad(rows.tokens, ((0, 0), (1, 1)))
+        whole[:, 0], whole[:, -1] = self._first, self._last
+        found: dict[str, Any] = self._masking.mask(whole, indices, epoch)._asdict()
+        if rows.documents is not None and rows.positions is not None:
+            # [CLS] belongs to the first document of the row, and [SEP] to the last.
+            found["documents"] = np.pad(rows.documents, ((0, 0), (1, 1)), mode="edge")
+            in_first = rows.documents == 0
+            shifted = np.pad(rows.positions + in_first, ((0, 0), (1, 1)))
+            shifted[:, -1] = shifted[:, -2] + 1
+            found["positions"] = shifted
+        return _tensors(found)
+
+
+def next_tokens(batch: dict[str, Tensor]) -> Tensor:
+    """What each of the first `length` tokens predicts: the next, or `IGNORED` where that begins another document."""
+    documents = batch["documents"]
+    return batch["tokens"][:, 1:].masked_fill(documents[:, 1:] != documents[:, :-1], IGNORED)
+
+
+def document_mask(documents: Tensor, *, causal: bool) -> Tensor:
+    """Where attention may look, as `attn_mask` of `scaled_dot_product_attention`: (rows, 1, time, time) of bool."""
+    seen = documents[:, None, :, None] == documents[:, None, None, :]
+    return seen.tril() if causal else seen
+
+
+def document_mask_mod(
+    documents: Tensor, *, causal: bool
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """The same for `flex_attention`: `create_block_mask(document_mask_mod(…), rows, None, time, time)`."""
+
+    def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        del head
+        same = documents[row, query] == documents[row, key]
+        return same & (query >= key) if causal else same
+
+    return seen
+
+
+def _tensors(arrays: dict[str, NDArray[np.int64]]) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(np.ascontiguousarray(one)) for name, one in arrays.items()}
