@@ -61,7 +61,7 @@ class Rank:
         self.alarm = Alarm()
 
     def connect(self, near: Mapping[int, Link]) -> dict[str, float]:
-        """Connect to all others, with heartbeats and with Gloo; how many seconds each took."""
+        """Connect to all others, with heartbeats and with Gloo; when each began, and when all was done."""
         began = time.monotonic()
         far = [rank for rank in range(self.world) if rank not in self.here]
         common: Any = {"address": self.address, "timeout_s": TIMEOUT_S}
@@ -83,7 +83,7 @@ class Rank:
         self.gloo = ProcessGroupGloo(PrefixStore("gloo", self.store), self.rank, self.world, options)
         self.barrier()
         ended = time.monotonic()
-        return {"links_s": linked - began, "heartbeats_s": watched - linked, "gloo_s": ended - watched}
+        return {"links": began, "heartbeats": linked, "gloo": watched, "": ended}
 
     def ways(self) -> dict[str, Callable[[torch.Tensor], None]]:
         executors = {
@@ -225,12 +225,16 @@ def combine(world: int, num_hosts: int, found: Sequence[Mapping[str, Any]]) -> d
                 "core_seconds": statistics.median(sum(cpu for _, cpu in ranks) for ranks in rounds),
             }
         )
+    moments = {name: max(one["connected"][name] for one in found) for name in found[0]["connected"]}
+    connected = {
+        f"{name}_s": end - moments[name] for name, end in zip(moments, [*moments.values()][1:], strict=False)
+    }
     *others, dead = found
     assert {one["named"] for one in others} == {world - 1}, "another rank was blamed"
     return {
         "ranks": world,
         "hosts": num_hosts,
-        **{name: max(one["connected"][name] for one in found) for name in found[0]["connected"]},
+        **connected,
         "named_s": max(one["at"] for one in others) - dead["died"],
         "rows": rows,
     }

@@ -202,6 +202,9 @@ class Table:
             assert self._changed.wait_for(lambda: key in self._kept, 30.0), key
             return self._kept[key].encode()
 
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
     def add(self, key: str, amount: int) -> int:
         with self._changed:
             self._kept[key] = str(int(self._kept.get(key, "0")) + amount)

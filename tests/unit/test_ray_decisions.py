@@ -124,6 +124,8 @@ def test_the_noticeboard_answers_as_torchs_store_does(seed: int) -> None:
             case "check":
                 assert ours.check([key]) == theirs.check([key])
                 assert not ours.check([key]) or ours.get(key) == theirs.get(key)
+                there = [one for one in "cab" if theirs.check([one])]
+                assert ours.multi_get(there) == theirs.multi_get(there)
     amounts = (1, 5, -2)
     assert [ours.add("count", amount) for amount in amounts] == [theirs.add("count", one) for one in amounts]
 

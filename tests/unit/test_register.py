@@ -107,6 +107,7 @@ def test_a_shelf_answers_as_a_store_of_torch_does(make: Any) -> None:
     assert (store.add("read", 1), store.add("read", 2)) == (1, 3)
     store.set("k", "v")
     assert store.get("k") == b"v"
+    assert store.multi_get(["seat", "k", "read"]) == [b"b", b"v", b"3"]
     assert store.delete_key("k")
     assert not store.delete_key("k")
     assert not store.check(["k"])
@@ -114,13 +115,30 @@ def test_a_shelf_answers_as_a_store_of_torch_does(make: Any) -> None:
 
 @pytest.mark.parametrize(
     ("call", "keys", "values"),
-    [("get", ("a", "b"), ()), ("fly", ("a",), ()), ("add", ("a",), ("x",)), ("set", ("a",), ("v" * 70_000,))],
+    [
+        ("get", ("a", "b"), ("1",)),
+        ("fly", ("a",), ()),
+        ("add", ("a",), ("x",)),
+        ("set", ("a",), ("v" * 70_000,)),
+    ],
 )
 def test_what_is_no_call_of_a_store_breaks_the_rules_of_the_line(
     call: str, keys: tuple[str, ...], values: tuple[str, ...]
 ) -> None:
     with pytest.raises(ProtocolError):
         KeyValueStore().answer(StoreCall(number=1, call=call, keys=keys, values=values))
+
+
+def test_several_values_come_in_one_answer_of_bounded_length() -> None:
+    store = KeyValueStore()
+    store.set("long", "v" * 60_000)
+    store.set("short", "s")
+    found = store.answer(StoreCall(number=1, call="get", keys=("short", "long"), values=()))
+    assert found.found
+    assert found.values == ("s", "v" * 60_000)
+    assert not store.answer(StoreCall(number=2, call="get", keys=("short", "absent"), values=())).found
+    with pytest.raises(ProtocolError, match="the values have more than"):
+        store.answer(StoreCall(number=3, call="get", keys=("long",) * 300, values=()))
 
 
 def test_letters_leave_in_order_as_there_is_room_and_large_things_in_pieces() -> None:

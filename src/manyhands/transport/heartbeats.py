@@ -213,14 +213,9 @@ def exchange_places(
     world: int,
     address: str,
     prefix: str = "",
-    wait_for: Callable[[str], None] = lambda _key: None,
+    wait_for: Callable[[list[str]], None] = lambda _keys: None,
 ) -> tuple[socket.socket, dict[int, BeatPlace], bytes]:
-    """Collective: own socket, all addresses, the group's secret; `wait_for` waits for a key where `get` does not."""
-
-    def get(key: str) -> str:
-        wait_for(prefix + key)
-        return store.get(prefix + key).decode()
-
+    """Collective: own socket, all places, the group's secret; `wait_for` waits for keys where `multi_get` does not."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     own = socket.socket(family, socket.SOCK_DGRAM)
     try:
@@ -231,13 +226,15 @@ def exchange_places(
         port, host = own.getsockname()[1], socket.gethostname()
         mine = BeatPlace(address=address, port=port, host=host, pid=os.getpid(), pids=_pids())
         store.set(f"{prefix}place/{rank}", json.dumps(asdict(mine)))
-        places = {other: BeatPlace(**json.loads(get(f"place/{other}"))) for other in range(world)}
-        secret = bytes.fromhex(get("secret"))
+        keys = [f"{prefix}place/{other}" for other in range(world)]
+        wait_for([f"{prefix}secret", *keys])
+        secret, *texts = (text.decode() for text in store.multi_get([f"{prefix}secret", *keys]))
+        places = {other: BeatPlace(**json.loads(text)) for other, text in enumerate(texts)}
         if store.add(f"{prefix}read", 1) == world:
             # The last leaves nothing for the next group of this name to take for its own.
-            for key in ("secret", "read", *(f"place/{other}" for other in range(world))):
-                store.delete_key(prefix + key)
-        return own, places, secret
+            for key in (f"{prefix}secret", f"{prefix}read", *keys):
+                store.delete_key(key)
+        return own, places, bytes.fromhex(secret)
     except BaseException:
         own.close()
         raise

@@ -167,8 +167,9 @@ def _reach_others(
     ranks = [rank for rank in range(rendezvous.world) if rank not in rendezvous.here]
     security = Options().security()  # that of the environment
     store.set(f"tls/{place.rank}", str(security.tls))
-    for other in ranks:  # with certificates on some only, they would wait for each other
-        if store.get(f"tls/{other}") != str(security.tls).encode():
+    said = store.multi_get([f"tls/{other}" for other in ranks])
+    for other, theirs in zip(ranks, said, strict=True):  # with certificates on some only, they would wait
+        if theirs != str(security.tls).encode():
             has, lacks = (place.rank, other) if security.tls else (other, place.rank)
             raise UserError(
                 f"rank {has} has {TLS_VARIABLE}, but rank {lacks} on another host does not; set it on every host"

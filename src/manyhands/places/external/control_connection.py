@@ -41,6 +41,7 @@ from manyhands.places.external.control_messages import (
 )
 from manyhands.places.external.control_server import hello_of
 from manyhands.places.external.process_place import ProcessPlace
+from manyhands.places.external.run_store import absent
 from manyhands.places.local.control import Finished, Note, Stop, encoded
 from manyhands.places.local.failure import report
 from manyhands.places.local.status import NOBODY, StagePlace, State
@@ -378,22 +379,25 @@ class ControlStore:
         self._last_call = 0
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        return self.ask("compare_set", [key], [expected, desired]).value.encode()
+        return self.ask("compare_set", [key], [expected, desired]).values[0].encode()
 
     def check(self, keys: Sequence[str]) -> bool:
         return self.ask("check", keys).found
 
     def get(self, key: str) -> bytes:
-        answer = self.ask("get", [key])
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        answer = self.ask("get", keys)
         if not answer.found:
-            raise UserError(f"the run's store has no {key!r}")
-        return answer.value.encode()
+            raise UserError(absent(keys))
+        return [value.encode() for value in answer.values]
 
     def set(self, key: str, value: str) -> None:
         self.ask("set", [key], [value])
 
     def add(self, key: str, amount: int) -> int:
-        return int(self.ask("add", [key], [str(amount)]).value)
+        return int(self.ask("add", [key], [str(amount)]).values[0])
 
     def delete_key(self, key: str) -> bool:
         return self.ask("delete_key", [key]).found

@@ -131,11 +131,11 @@ class StoreCall(NamedTuple):
 
 
 class StoreAnswer(NamedTuple):
-    """The result of a store call; `found` is False if the key does not exist."""
+    """The result of a store call; `found` is False if one of the keys does not exist."""
 
     number: int
     found: bool
-    value: str
+    values: tuple[str, ...]
 
 
 class ControlPiece(NamedTuple):

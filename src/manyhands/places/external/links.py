@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import cache
 from typing import Final
 
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError
@@ -84,9 +85,12 @@ def open_links(
     security.check_address(address)
     deadline = time.monotonic() + timeout_s
 
-    def where(peer: int) -> str:
-        _wait_for(store, f"link/{peer}", deadline)
-        return store.get(f"link/{peer}").decode()
+    @cache
+    def addresses() -> dict[int, str]:
+        lower = [peer for peer in far if peer < rank]
+        keys = [f"link/{peer}" for peer in lower]
+        _wait_for(store, keys, deadline)
+        return dict(zip(lower, (text.decode() for text in store.multi_get(keys)), strict=True))
 
     try:  # `address` may be a name for this host that no interface has
         host = listening_at(f"{address}:0").split(":")[1]
@@ -99,7 +103,7 @@ def open_links(
             rank,
             dict.fromkeys(far, security),
             listener,
-            where,
+            lambda peer: addresses()[peer],
             token=token,
             deadline=deadline,
             name_of=name_of,
@@ -122,15 +126,17 @@ def open_heartbeats(
     """
     deadline = time.monotonic() + timeout_s
     own, places, secret = exchange_places(
-        store, rank, world, address, "beats/", lambda key: _wait_for(store, key, deadline)
+        store, rank, world, address, "beats/", lambda keys: _wait_for(store, keys, deadline)
     )
     others = {peer: place for peer, place in places.items() if peer != rank}
     return Heartbeats(rank, own, others, secret, on_lost)
 
 
-def _wait_for(store: RendezvousStore, key: str, deadline: float) -> None:
-    if not comes_true(lambda: store.check([key]), deadline - time.monotonic()):
-        raise _late([int(key.rpartition("/")[2]) if key[-1].isdigit() else 0], "publish its address")
+def _wait_for(store: RendezvousStore, keys: list[str], deadline: float) -> None:
+    if not comes_true(lambda: store.check(keys), deadline - time.monotonic()):
+        missing = [key for key in keys if not store.check([key])] or keys
+        late = {int(key.rpartition("/")[2]) if key[-1].isdigit() else 0 for key in missing}
+        raise _late(sorted(late), "publish its address")
 
 
 def connect_all(

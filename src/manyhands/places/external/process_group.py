@@ -304,7 +304,7 @@ def _wait_for_all(store: Store, place: ProcessPlace, timeout_s: float) -> tuple[
                 "started with the same MASTER_ADDR and MASTER_PORT, and that it did not fail before it called fit",
                 late[0],
             )
-    seats = [json.loads(store.get(key).decode()) for key in keys]
+    seats = [json.loads(seat.decode()) for seat in store.multi_get(keys)]
     for seat in seats:
         _require_version(seat, place)
     return hosts_of([seat["host"] for seat in seats])

@@ -25,6 +25,7 @@ __all__ = ["KeyValueStore", "RunStore", "comes_true"]
 
 _MOST_KEYS: Final = 1 << 16
 _LONGEST: Final = 1 << 16
+_LONGEST_ANSWER: Final = 1 << 24
 _FIRST_PAUSE_S: Final = 0.002
 _LONGEST_PAUSE_S: Final = 0.1
 _BYTES: Final = "base64:"
@@ -51,12 +52,15 @@ class KeyValueStore:
             return all(key in self._values for key in keys)
 
     def get(self, key: str) -> bytes:
-        """Return the value; UserError if the key is absent (torch's store would wait)."""
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values; UserError if a key is absent (torch's store would wait)."""
         with self._lock:
-            value = self._values.get(key)
-        if value is None:
-            raise UserError(f"the run's store has no {key!r}")
-        return value.encode()
+            found = [self._values[key] for key in keys if key in self._values]
+        if len(found) < len(keys):
+            raise UserError(absent(keys))
+        return [value.encode() for value in found]
 
     def set(self, key: str, value: str) -> None:
         with self._lock:
@@ -74,20 +78,23 @@ class KeyValueStore:
 
     def answer(self, call: StoreCall) -> StoreAnswer:
         """Execute a call that came over a control connection; ProtocolError if it is malformed."""
-        found, result = True, ""
+        found, result = True, [""]
         try:
             match call.call, call.keys, call.values:
                 case "compare_set", (key,), (expected, desired):
-                    result = self.compare_set(key, expected, desired).decode()
+                    result = [self.compare_set(key, expected, desired).decode()]
                 case "check", keys, ():
                     found = self.check(keys)
-                case "get", (key,), ():
+                case "get", keys, ():
                     with self._lock:
-                        found, result = key in self._values, self._values.get(key, "")
+                        result = [self._values[key] for key in keys if key in self._values]
+                    found = len(result) == len(keys)
+                    if sum(map(len, result)) > _LONGEST_ANSWER:
+                        raise ValueError(f"the values have more than {_LONGEST_ANSWER} characters")
                 case "set", (key,), (value,):
                     self.set(key, value)
                 case "add", (key,), (amount,):
-                    result = str(self.add(key, int(amount)))
+                    result = [str(self.add(key, int(amount)))]
                 case "delete_key", (key,), ():
                     found = self.delete_key(key)
                 case _:
@@ -95,7 +102,7 @@ class KeyValueStore:
                     raise ValueError(f"{count} are not valid for this call")
         except (UserError, ValueError) as error:
             raise ProtocolError("call", f"{call.call}: {error}") from error
-        return StoreAnswer(number=call.number, found=found, value=result)
+        return StoreAnswer(number=call.number, found=found, values=tuple(result))
 
     def _put(self, key: str, value: str) -> None:
         if len(key) > _LONGEST or len(value) > _LONGEST:
@@ -124,9 +131,12 @@ class RunStore(Store):
         self._store.set(self._named(key), _encoded(value))
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key; waits until it exists, as torch's store does."""
-        self.wait([key])
-        return _decoded(self._store.get(self._named(key)))
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of keys; waits until all exist, as torch's store does."""
+        self.wait(keys)
+        return [_decoded(value) for value in self._store.multi_get([self._named(key) for key in keys])]
 
     def check(self, keys: Sequence[str]) -> bool:
         return self._store.check([self._named(key) for key in keys])
@@ -158,6 +168,10 @@ class RunStore(Store):
 
     def _named(self, key: str) -> str:
         return f"{self._prefix}/{key}"
+
+
+def absent(keys: Sequence[str]) -> str:
+    return f"the run's store has no {' or no '.join(map(repr, keys))}"
 
 
 def _encoded(value: str | bytes) -> str:

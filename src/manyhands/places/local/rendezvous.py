@@ -242,7 +242,7 @@ def meet(store: RendezvousStore, *, rank: int, world: int, name: str, timeout_s:
     try:
         keys = [f"rank/{other}" for other in range(world)]
         table.wait(keys, range(world), "join the rendezvous")
-        entries = [RankEntry.from_text(store.get(key).decode().partition(" ")[2]) for key in keys]
+        entries = [RankEntry.from_text(text.decode().partition(" ")[2]) for text in store.multi_get(keys)]
         for other, entry in enumerate(entries):
             if (entry.world, entry.version) != (world, __version__):
                 raise UserError(
