@@ -11,6 +11,7 @@ import struct
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
@@ -217,6 +218,38 @@ class Table:
     @property
     def is_empty(self) -> bool:
         return not self._kept
+
+
+class CountingTable(Table):
+    """Counts the calls, several values in one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def set(self, key: str, value: str) -> None:
+        self.calls += 1
+        super().set(key, value)
+
+    def add(self, key: str, amount: int) -> int:
+        self.calls += 1
+        return super().add(key, amount)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.calls += 1
+        return super().multi_get(keys)
+
+
+@pytest.mark.parametrize("world", [2, 9])
+def test_each_rank_calls_the_store_as_often_whatever_the_number_of_ranks(world: int) -> None:
+    table = CountingTable()
+    with ThreadPoolExecutor(world) as ranks:
+        met = list(ranks.map(lambda rank: exchange_places(table, rank, world, "127.0.0.1"), range(world)))
+    for own, places, _ in met:
+        assert list(places) == list(range(world))
+        own.close()
+    assert table.is_empty
+    assert table.calls == 3 * world + 1  # rank 0 also sets the secret
 
 
 def test_beats_go_on_while_the_interpreter_lock_is_held_and_a_goodbye_ends_the_watch() -> None:
