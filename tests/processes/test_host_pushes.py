@@ -16,6 +16,8 @@ import manyhands as mh
 import near_script
 from equality import distance
 from hosts import Hosts, two_hosts
+from manyhands.observe.record.events import EventKind
+from manyhands.observe.record.recorded import read_run_events
 from manyhands.strategies.ps.audit import Verdict, audit_run
 from manyhands.strategies.ps.log_rows import StepRow
 from manyhands.strategies.ps.replay import replay
@@ -103,3 +105,32 @@ def test_a_killed_worker_of_a_host_is_replaced_and_the_others_go_on(
     carriers = {tuple(update.carrier for update in row.updates) for row in steps}
     assert (-1, 0, -1, 2) in carriers
     assert any(found[2:] == (-1, -1) for found in carriers), "the step of the death was pushed alone"
+
+
+def test_parameters_are_sent_while_gradients_arrive_and_are_those_of_shared_memory(tmp_path: Path) -> None:
+    width, steps = (1500, 2000), 4  # 12 MB, which no socket takes at once
+    chance = torch.Generator().manual_seed(3)
+    large = mh.Task(
+        model=lambda: torch.nn.Linear(*width),
+        loss=lambda model, batch: model(batch[0]).square().mean(),
+        data=(torch.randn(16, width[0], generator=chance),),
+        batch_size=8,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+    )
+    ended = {}
+    for link in ("tcp", "shared"):
+        out = tmp_path / link
+        ended[link] = mh.fit(
+            large, f"ps link={link}", workers=2, steps=steps, out=out, options=options()
+        ).model.state_dict()
+        found = replay(out, large)
+        assert found.same_bytes, found
+        [server] = [role for role in read_run_events(out / "events").roles if role.role == 2]
+        answers = server.of(EventKind.SEND)
+        ahead = [int(one["value"]) for one in answers if one["step"] > 0]
+        assert any(ahead) is (link == "tcp")
+        assert set(answers["num_bytes"].tolist()) == {
+            0 if link == "shared" else 4 * (width[0] + 1) * width[1]
+        }
+    for name, value in ended["tcp"].items():
+        assert torch.equal(value, ended["shared"][name])

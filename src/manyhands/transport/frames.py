@@ -145,6 +145,11 @@ class FrameDecoder(Generic[T]):
     def between_frames(self) -> bool:
         return self._header is None and self._begin == self._end
 
+    @property
+    def partial(self) -> tuple[T | None, int]:
+        """The message whose payload is being received, if there is one, and how many bytes of it are here."""
+        return self._message, self._filled
+
     def unfinished(self, num_bytes: int) -> bytes:
         return bytes(self._view[self._begin : min(self._end, self._begin + num_bytes)])
 

@@ -17,9 +17,8 @@ Where a Read confirms the push before it (`confirms`, see `unconfirmed`), the re
 Where workers of one host add up first (`HostGroup`), `computed` hands out the pushes instead, `Pool`, and nothing is
 sent before the group has decided: `carry` for all of them, `carried` by another worker, or `push_alone`.
 
-`handle`, `view`, `computed`, `flushed` and `again` return what to do, in order. No socket, clock or tensor is in here;
-payloads are the driver's: the gradient that shard j was sent must not change until shard j has answered the Read behind
-it.
+All calls return what to do, in order. No socket, clock or tensor is in here; payloads are the driver's: the gradient
+that shard j was sent must not change until shard j has answered the Read behind it.
 """
 
 from __future__ import annotations
@@ -48,6 +47,7 @@ from manyhands.strategies.ps.ps_messages import (
     RowsUnknown,
     RowValues,
     SendAlone,
+    ValuesAhead,
     View,
     Welcome,
     Work,
@@ -184,7 +184,7 @@ class ClientCore:
         """By shard: the version of the rows that were read for the update in progress; -1 for none."""
         return tuple(shard.rows_version for shard in self._shards)
 
-    def awaits(self, message: Parameters | RowValues, source: int) -> bool:
+    def awaits(self, message: Parameters | RowValues | ValuesAhead, source: int) -> bool:
         """Whether this is the awaited answer; the payload of any other must not overwrite what was read."""
         shard = self._shards[message.shard]
         asked = shard.rows if isinstance(message, RowValues) else shard.read

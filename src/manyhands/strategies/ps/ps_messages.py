@@ -56,6 +56,7 @@ __all__ = [
     "SlotsChanged",
     "Update",
     "UpdatesLost",
+    "ValuesAhead",
     "View",
     "Welcome",
     "Work",
@@ -186,6 +187,20 @@ class Parameters(NamedTuple):
     term: int = 0  # of the shard at this version; a new one begins with each return to a snapshot
     waited_for: int = -1  # the slot whose update the Read waited for; -1 if for none
     bare: bool = False  # the values do not come along, as the Read asked
+    ahead: int = 0  # so many bytes of the values came before it, as ValuesAhead
+
+
+class ValuesAhead(NamedTuple):
+    """Primary to worker, with a part of the values from byte `begin` on: perhaps those of the next answer.
+
+    They are sent while the gradients of the step are still arriving. The worker must not use them before Parameters
+    of this version say how many bytes count.
+    """
+
+    shard: int
+    clock: int  # of the Read that they are for
+    version: int
+    begin: int
 
 
 class ReadRows(NamedTuple):
@@ -443,6 +458,8 @@ class Yield(NamedTuple):
 
 
 _FromWorker = Hello | Read | ReadRows | Push | HostPush | CopyShard
-_ToWorker = Welcome | Parameters | RowValues | RowsUnknown | Refused | SendAlone | Fenced | NotPrimary
+_ToWorker = (
+    Welcome | Parameters | ValuesAhead | RowValues | RowsUnknown | Refused | SendAlone | Fenced | NotPrimary
+)
 _BetweenServers = Chosen | ChosenKept | Forward | Forwarded | Install | Yield
 Message = View | _FromWorker | _ToWorker | _BetweenServers | Installed | Concluded

@@ -11,23 +11,18 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.optim import SGD, Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 from manyhands.engine.computing import Built
-from manyhands.native.atomics import array_at
-from manyhands.native.decorators import njit
 from manyhands.strategies.common.sharding.sliced_optimizer import SlicedOptimizer
 from manyhands.strategies.common.tables.row_tables import RowGradient, RowTable
+from manyhands.strategies.ps.plain_sgd import NextValues, PlainSgd, is_hooked
 from manyhands.strategies.ps.shard_layout import FlatLayout, ShardRange, ShardState, Table
 
-__all__ = ["Averaging", "Contribution", "PlainSgd", "ShardStore", "add_up", "byte_view", "is_hooked"]
+__all__ = ["Averaging", "Contribution", "ShardStore", "add_up", "byte_view"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +100,7 @@ class ShardStore:
         self._scheduler = built.scheduler
         self.votes = False  # whether a step uses the signs of the sum: a majority vote of signs
         self.averaging: Averaging | None = None  # of pushed parameters; the optimizer is then unused
+        self.followed = False  # whether the last step was begun in `following`
         self._batches = 0
         self._settings = ""  # that the optimizer was given last
         self._first_settings = [
@@ -112,7 +108,9 @@ class ShardStore:
             for group in built.optimizer.param_groups
         ]
         self._sum: ShardRange | None = None
-        self.plain = self._plain_sgd()  # the step as one compiled call, where the optimizer is plain SGD
+        self.plain: PlainSgd | None = None  # the step as one compiled call, where the optimizer is plain SGD
+        self._following: NextValues | None = None
+        self._recognise_sgd()
         # Then the optimizer's step is a no-op, and no hook observes it, so it is skipped.
         nothing_dense = not pieces and self._scheduler is None and bool(self.tables)
         self._has_tables_alone = nothing_dense and not is_hooked(built.optimizer)
@@ -159,6 +157,10 @@ class ShardStore:
                     value.copy_(mean) if way == 1 else value.lerp_(mean, way)
             self._batches += batches
             return
+        self.followed = self._follow(contributions if rate == 1 and not settings else [])
+        if self.followed:
+            self._batches += batches
+            return
         if contributions:
             [first, *others] = contributions
             clip = self._use(settings) if settings else None
@@ -187,6 +189,13 @@ class ShardStore:
                 self._scheduler.step()
         self._batches += batches
 
+    def _follow(self, contributions: Sequence[Contribution]) -> bool:
+        """Whether this step was begun in `following`; then it is complete now."""
+        if self._following is None:
+            return False
+        as_they_are = all(one.factor == 1 for one in contributions)
+        return self._following.take([one.gradient.memory for one in contributions] if as_they_are else [])
+
     def _use(self, settings: str) -> float | None:
         """Let the optimizer have these settings from now on; returns the norm to clip to, if there is one."""
         given = json.loads(settings)
@@ -196,7 +205,7 @@ class ShardStore:
                 changed = given.get(str(number), {})
                 values = {key: tuple(one) if isinstance(one, list) else one for key, one in changed.items()}
                 group.update({**self._first_settings[number], **values})
-            self.plain = self._plain_sgd()
+            self._recognise_sgd()
         clip: float | None = given.get("clip")
         return clip
 
@@ -282,7 +291,20 @@ class ShardStore:
             {position: _copied(slot) for position, slot in slots.items() if isinstance(position, int)},
         )
         self._settings = ""
-        self.plain = self._plain_sgd()  # by the settings that came
+        self._recognise_sgd()  # by the settings that came
+
+    @property
+    def following(self) -> NextValues | None:
+        """Where the next step may be taken before its gradients are here completely, if it may."""
+        if self._sgd is None or self.votes or self.averaging is not None:
+            return None
+        if self._following is None:
+            self._following = NextValues(self.values, self._sgd)
+        return self._following
+
+    def _recognise_sgd(self) -> None:
+        self._sgd, self._following = self._plain_sgd(), None
+        self.plain = self._sgd if self._sgd is not None and self._sgd.is_small else None
 
     def _plain_sgd(self) -> PlainSgd | None:
         if self._scheduler is not None or self._layout.tables:
@@ -368,111 +390,3 @@ def _outside(table: Table, value: Any) -> Any:
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
-
-
-# ── plain SGD ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-# Torch's own step of a small shard is nearly all Python. This loop gives the same bits: torch's fused step multiplies
-# and subtracts with one rounding (FMA) where the processor can, and so does this. `PlainSgd.of` tries both once in
-# every process and says None where they differ, or where the optimizer does more than `values -= lr * gradient`.
-
-_MOST_BYTES = 1 << 20  # from here on torch's threads are worth their calls
-_SETTINGS = ("momentum", "weight_decay", "nesterov", "maximize", "differentiable", "foreach", "fused")
-_ITEM_BYTES = 4
-_NOT_FINITE = np.uint32(0x7F800000)  # the exponent of what is infinite or no number, and all above it
-_MAGNITUDE = np.uint32(0x7FFFFFFF)
-
-
-class PlainSgd:
-    """The step of one shard; created by `of`."""
-
-    def __init__(self, optimizer: Optimizer, values: ShardRange) -> None:
-        self._optimizer = optimizer
-        self._memory = values.memory
-        first = values.memory.data_ptr()
-        bounds = [
-            (piece.data_ptr() - first, piece.data_ptr() - first + piece.nbytes) for piece in values.pieces
-        ]
-        self._bounds = np.array(bounds, dtype=np.int64).reshape(-1)
-        self._memory_at, self._bounds_at = first, (self._bounds.ctypes.data, len(bounds))
-
-    @classmethod
-    def of(cls, optimizer: Optimizer, values: ShardRange, *, owns_all: bool) -> PlainSgd | None:
-        """The step of `optimizer` on these values; None if it does more. `owns_all`: it has every piece of them."""
-        groups = optimizer.param_groups
-        if type(optimizer) is not SGD or len(groups) != 1 or is_hooked(optimizer) or not owns_all:
-            return None
-        if any(groups[0][name] for name in _SETTINGS) or any(
-            groups[0][name] is False for name in ("foreach", "fused")
-        ):
-            return None
-        if not isinstance(groups[0]["lr"], float) or values.memory.nbytes > _MOST_BYTES:
-            return None
-        if any(piece.dtype != torch.float32 for piece in values.pieces) or not _is_torchs():
-            return None
-        return cls(optimizer, values)
-
-    def is_finite(self, gradient: int, flags: int) -> bool:
-        """Whether the flagged pieces of the gradient at that address are finite."""
-        finite: bool = _all_finite(gradient, flags, *self._bounds_at)
-        return finite
-
-    def step(self, gradient: int, flags: int, rate: float) -> None:
-        """Step with the gradient at that address, for the flagged pieces; the learning rate is multiplied by `rate`."""
-        lr = self._optimizer.param_groups[0]["lr"]
-        _step(self._memory_at, gradient, flags, *self._bounds_at, lr if rate == 1 else lr * rate)
-
-
-def is_hooked(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's steps are observed: by a hook, or by a replaced `step`."""
-    hooks = (
-        vars(optimizer).get("step"),
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks,
-        torch_optimizer._global_optimizer_pre_hooks,
-        torch_optimizer._global_optimizer_post_hooks,
-    )
-    return any(hooks)
-
-
-@njit(nogil=True, cache=True)
-def _all_finite(gradient, flags, pieces, count):  # type: ignore[no-untyped-def]
-    bounds, reached = array_at(pieces, 2 * count, np.int64), array_at(flags, count, np.uint8)
-    most = np.uint32(0)
-    for piece in range(count):
-        if reached[piece]:
-            begin, size = bounds[2 * piece], (bounds[2 * piece + 1] - bounds[2 * piece]) // _ITEM_BYTES
-            bits = array_at(gradient + begin, size, np.uint32)
-            for item in range(size):
-                most = max(most, bits[item] & _MAGNITUDE)
-    return most < _NOT_FINITE
-
-
-@njit(nogil=True, cache=True, fastmath={"contract"})
-def _step(values, gradient, flags, pieces, count, lr):  # type: ignore[no-untyped-def]
-    bounds, reached = array_at(pieces, 2 * count, np.int64), array_at(flags, count, np.uint8)
-    rate = np.float32(lr)
-    for piece in range(count):
-        if reached[piece]:
-            begin, size = bounds[2 * piece], (bounds[2 * piece + 1] - bounds[2 * piece]) // _ITEM_BYTES
-            own = array_at(values + begin, size, np.float32)
-            given = array_at(gradient + begin, size, np.float32)
-            for item in range(size):
-                own[item] -= rate * given[item]
-
-
-@cache
-def _is_torchs() -> bool:
-    """Whether torch's fused step gives the same bits, in its vector loop and in the remainder."""
-    draw = np.random.default_rng(0)
-    for size in (1, 7, 16, 37, 1000):
-        values, gradient = (torch.from_numpy(draw.standard_normal(size, np.float32)) for _ in range(2))
-        expected = torch.nn.Parameter(values.clone())
-        expected.grad = gradient
-        SGD([expected], lr=1 / 3, fused=True).step()
-        flag = np.ones(1, np.uint8)
-        mine = ShardRange(memory=values.view(torch.uint8), pieces=(values,), runs=(values,))
-        other: Any = torch.nn.Parameter(torch.zeros(1))
-        PlainSgd(SGD([other], lr=1 / 3), mine).step(gradient.data_ptr(), flag.ctypes.data, 1.0)
-        if not torch.equal(values, expected.detach()):
-            return False
-    return True

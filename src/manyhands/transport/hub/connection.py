@@ -210,6 +210,7 @@ class Connection:
         self._secure = end if isinstance(end, SecureSocket) else None
         self.shaking = self._secure is not None  # the TLS handshake comes before anything is sent or received
         self._passed: deque[int] = deque()
+        self._reported: tuple[Any, int] = (None, 0)
         self.arenas: Arenas | None = None
 
     def untransmitted_bytes(self) -> int:
@@ -278,6 +279,16 @@ class Connection:
                 break
             read += num_bytes
         return True
+
+    def progress(self, num_bytes: int) -> tuple[Any, int] | None:
+        """The message in hand and how much of its payload is here; None unless that is `num_bytes` more than before."""
+        message, filled = self._decoder.partial
+        if message is not self._reported[0]:
+            self._reported = (message, 0)
+        if message is None or filled - self._reported[1] < num_bytes:
+            return None
+        self._reported = (message, filled)
+        return self._reported
 
     def take_segment(self) -> Segment:
         if not self._passed:

@@ -13,7 +13,18 @@ from manyhands.transport.hub.arenas import ArenaReader
 from manyhands.transport.liveness import LivenessTimes
 from manyhands.transport.security import Security
 
-__all__ = ["Arrived", "HubEvent", "Joined", "Lost", "Ready", "Rejected", "Settings", "Shared", "spin_for"]
+__all__ = [
+    "Arrived",
+    "Arriving",
+    "HubEvent",
+    "Joined",
+    "Lost",
+    "Ready",
+    "Rejected",
+    "Settings",
+    "Shared",
+    "spin_for",
+]
 
 _SPIN_S: Final = 50e-6
 
@@ -24,7 +35,8 @@ class Settings:
 
     `queue_bytes` bounds what is queued for one peer; `arena_bytes` is the capacity for payloads in shared memory, per
     direction of a Unix connection; `spin_s` is how long `poll` spins before it sleeps; `connect_s` is how long a member
-    that does not answer is dialled; `security` says how TCP connections are protected.
+    that does not answer is dialled; `security` says how TCP connections are protected. With `progress_bytes`, a payload
+    that is being received is reported whenever so many more of its bytes are here; 0: never.
     """
 
     limits: Limits = field(default_factory=Limits)
@@ -33,10 +45,11 @@ class Settings:
     arena_bytes: int = 1 << 20
     spin_s: float = 0.0
     connect_s: float = 60.0
+    progress_bytes: int = 0
     security: Security = field(default_factory=Security.loopback)
 
     def __post_init__(self) -> None:
-        for name in ("queue_bytes", "arena_bytes", "spin_s", "connect_s"):
+        for name in ("queue_bytes", "arena_bytes", "spin_s", "connect_s", "progress_bytes"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name}={getattr(self, name)} must be at least 0")
 
@@ -66,6 +79,14 @@ class Arrived(NamedTuple):
         """Release the payload; in order of receipt, or its space is freed later. Idempotent."""
         if self.lender is not None:
             self.lender.release(self.position)
+
+
+class Arriving(NamedTuple):
+    """So many bytes of a message's payload are where they belong; its `Arrived`, or the end of the member, follows."""
+
+    member: int
+    message: Any
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,4 +128,4 @@ class Rejected:
     count: int = 1
 
 
-HubEvent = Joined | Arrived | Shared | Ready | Lost | Rejected
+HubEvent = Joined | Arrived | Arriving | Shared | Ready | Lost | Rejected

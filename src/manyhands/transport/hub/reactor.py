@@ -34,7 +34,16 @@ from manyhands.transport.hub.handshake import (
     Refusal,
     ShareSegment,
 )
-from manyhands.transport.hub.hub_events import Arrived, HubEvent, Joined, Lost, Ready, Settings, Shared
+from manyhands.transport.hub.hub_events import (
+    Arrived,
+    Arriving,
+    HubEvent,
+    Joined,
+    Lost,
+    Ready,
+    Settings,
+    Shared,
+)
 from manyhands.transport.liveness import LivenessMonitor
 from manyhands.transport.messages import MessageCoder, ProtocolError
 from manyhands.transport.tls import TlsRefused
@@ -172,6 +181,10 @@ class Reactor:
                     connection.send_control(handshake.hello())
             if not connection.receive(self._take):
                 self._drop(connection, connection.why_ended(), final=connection.met_tls)
+            elif self.settings.progress_bytes and connection.member is not None:
+                progress = connection.progress(self.settings.progress_bytes)
+                if progress is not None:
+                    self.events.append(Arriving(connection.member, *progress))
         except ProtocolError as error:
             trusted = handshake.trusted
             connection.send_control(Refusal(field=error.field, reason=str(error)) if trusted else NO_PROOF)

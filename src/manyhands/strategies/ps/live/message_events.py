@@ -101,6 +101,7 @@ class ServerRecords:
             peer=answer.slot,
             num_bytes=num_bytes,
             count=1,
+            value=answer.ahead if isinstance(answer, Parameters) else 0,
             message=message_number(answer, self._num_shards),
             wire=self._wire,
         )

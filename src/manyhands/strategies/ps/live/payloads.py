@@ -102,6 +102,11 @@ class Gradients:
             known = self._rooms[push.member, push.shard] = byte_view(buffer)
         return known
 
+    def arriving(self, push: Push) -> Contribution | None:
+        """The gradient that a push is bringing, of which not everything is here yet."""
+        room = self._rooms.get((push.member, push.shard))
+        return None if room is None else self.of(push, room)
+
     def of(self, push: Push, payload: memoryview, *, by_worker: bool = True) -> Contribution | None:
         """The gradient that came with a push, in place; None if its worker shares no memory and sent none.
 

@@ -35,7 +35,7 @@ from manyhands.transport.liveness import LivenessTimes
 from manyhands.transport.messages import MessageCoder
 from manyhands.transport.security import Security
 
-__all__ = ["CODEC", "Job", "MemberContext", "MemberResources"]
+__all__ = ["AHEAD_BYTES", "CODEC", "Job", "MemberContext", "MemberResources"]
 
 CODEC = MessageCoder(
     {
@@ -64,8 +64,11 @@ CODEC = MessageCoder(
         23: host_group.SumSent,
         24: host_group.Alone,
         25: host_group.Fetched,
+        26: ps_messages.ValuesAhead,
     }
 )
+
+AHEAD_BYTES = 512 << 10  # parameters are sent ahead in parts of at least this size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +105,11 @@ class Job:
         return self.by_host and self.strategy.adds_up and not self.plan.task.sparse
 
     @property
+    def answers_ahead(self) -> bool:
+        """Whether servers may send parameters of a step whose gradients are still arriving."""
+        return self.strategy.link == "tcp" and self.strategy.adds_up and not self.plan.task.sparse
+
+    @property
     def averaging(self) -> Averaging | None:
         """How shards average pushed parameters; None if gradients are pushed."""
         if not self.strategy.averages:
@@ -127,6 +135,7 @@ class Job:
             queue_bytes=1 << 34,
             connect_s=self.timeout_s,
             security=self.security,
+            progress_bytes=AHEAD_BYTES if role == "server" and self.answers_ahead else 0,
         )
         return Hub(credentials, CODEC, settings=settings, **options)
 

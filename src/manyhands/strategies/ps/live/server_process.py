@@ -37,6 +37,7 @@ from manyhands.strategies.ps.actions import (
     SendMessage,
 )
 from manyhands.strategies.ps.live import reports
+from manyhands.strategies.ps.live.answers_ahead import AnswersAhead
 from manyhands.strategies.ps.live.message_events import ServerRecords
 from manyhands.strategies.ps.live.payloads import Gradients
 from manyhands.strategies.ps.live.ps_job import Job, MemberContext, MemberResources
@@ -71,7 +72,7 @@ from manyhands.strategies.ps.ps_messages import (
 from manyhands.strategies.ps.shard_replica import ReplicaRole, ServerCore
 from manyhands.strategies.ps.shard_store import Contribution
 from manyhands.strategies.ps.update_files import ShardRecorder
-from manyhands.transport.hub.hub_events import Arrived, Joined, Lost, Ready, Rejected, Shared
+from manyhands.transport.hub.hub_events import Arrived, Arriving, Joined, Lost, Ready, Rejected, Shared
 from manyhands.transport.messages import ProtocolError
 
 __all__ = ["require_sense", "serve", "serve_with"]
@@ -174,6 +175,9 @@ class _Server:
         self._hub.register(context.control_fileno())
         stack.callback(self._gradients.close)
         stack.callback(self._logs.close)
+        self._ahead = AnswersAhead(
+            self._core, self._layout, self._gradients, self._stores.get, self._hub.send
+        )
         self._unsent: defaultdict[int, list[tuple[Any, list[Any]]]] = defaultdict(list)
         self._shared_with: set[tuple[int, int]] = set()
         self._dialled: set[int] = set()
@@ -223,6 +227,9 @@ class _Server:
                     event.release()
                     if not more:
                         self._hub.send_off()
+                case Arriving(message=message, num_bytes=num_bytes):
+                    if isinstance(message, Push | HostPush):
+                        self._ahead.arriving(message, num_bytes)
                 case Shared(tag=tag, segment=segment, member=member):
                     try:
                         if self._peers[member] != "server" and tag != member:
@@ -278,6 +285,7 @@ class _Server:
         self._gradients.lost(member)
         self._shared_with = {pair for pair in self._shared_with if pair[0] != member}
         self._stores.forget(member)
+        self._ahead.gone(member)
 
     # ── what arrives ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -314,6 +322,8 @@ class _Server:
                 self._keeping.leave_copy(*message)
             return
         push, is_pushed = _carried(message), isinstance(message, Push | HostPush)
+        if is_pushed and self._job.answers_ahead:
+            self._ahead.arriving(message, payload.nbytes)
         contribution: Contribution | None = None
         try:
             # Check fencing first: a member that lost its slot may have no memory here any more.
@@ -429,7 +439,8 @@ class _Server:
             case Parameters(bare=True):
                 self._records.answered(message, 0)
             case Parameters(shard=shard):
-                payload, num_bytes = self._stores.deliver(self._hub, to, shard)
+                message = message._replace(ahead=self._ahead.sent(to, message))
+                payload, num_bytes = self._stores.deliver(self._hub, to, shard, message.ahead)
                 self._records.answered(message, num_bytes)
             case RowValues(shard=shard):
                 payload = self._gradients.tables.values(

@@ -93,8 +93,11 @@ class Stores:
         model, optimizer = built.model.state_dict(), built.optimizer.state_dict()
         self.get(shard).load_state(split(self._layout, shard, model, optimizer, step))
 
-    def deliver(self, hub: Hub, to: int, shard: int) -> tuple[list[Any], int]:
-        """Deliver a shard's parameters to worker `to`: what has to travel with the message, and the bytes moved."""
+    def deliver(self, hub: Hub, to: int, shard: int, ahead: int = 0) -> tuple[list[Any], int]:
+        """Deliver a shard's parameters to worker `to`: what has to travel with the message, and the bytes moved.
+
+        So many of the bytes were sent `ahead`.
+        """
         store = self.get(shard)
         if self._shared is not None:
             if shard in self._not_shared:  # of a former backup: copied to where workers read them
@@ -113,7 +116,7 @@ class Stores:
                 known = self._encoded[shard] = (version, self._coding.encode(shard, store.values))
             return [known[1].numpy()], known[1].nbytes
         if self._is_lockstep:  # the next step waits for this worker, who pushes when all of it has arrived
-            return [store.buffer], store.buffer.nbytes
+            return [store.buffer[ahead:]], store.buffer.nbytes
         under_way = self._under_way.get((to, shard))
         if under_way is None or not hub.sent(to):  # what is still on its way must not change
             values = torch.empty(self._layout.range_bytes(shard), dtype=torch.uint8)

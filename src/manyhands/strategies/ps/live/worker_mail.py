@@ -27,6 +27,7 @@ from manyhands.strategies.ps.ps_messages import (
     RowsUnknown,
     RowValues,
     SendAlone,
+    ValuesAhead,
     Welcome,
 )
 from manyhands.strategies.ps.strategy import Ps
@@ -37,7 +38,17 @@ from manyhands.transport.messages import ProtocolError
 __all__ = ["WorkerMail", "message_number", "require_shard", "wire_of_link"]
 
 _MAX_NUMBER = 2**32 - 1
-_FOR_WORKERS = (Welcome, Parameters, RowValues, RowsUnknown, Refused, SendAlone, NotPrimary, Fenced)
+_FOR_WORKERS = (
+    Welcome,
+    Parameters,
+    ValuesAhead,
+    RowValues,
+    RowsUnknown,
+    Refused,
+    SendAlone,
+    NotPrimary,
+    Fenced,
+)
 _ABOUT_ROWS = (ReadRows, RowValues)
 _NUMBERED = (Push, ReadRows, Parameters, RowValues)
 
@@ -64,6 +75,8 @@ class WorkerMail:
     def __init__(self, hub: Hub, body: WorkerState, job: Job, ring: EventRing) -> None:
         self.roles: dict[int, int] = {}  # of servers in events, by member
         self.sums: list[AreaPart] = []  # by shard: the gradients of this host, added up
+        self._ahead: dict[int, tuple[int, int, int]] = {}
+        """By shard: the sender and version of values that came before their answer, and how many bytes."""
         self._hub = hub
         self._body = body
         self._ring = ring
@@ -123,9 +136,16 @@ class WorkerMail:
         """Where an answer's payload is received: awaited parameters go straight into the model."""
         if isinstance(message, RowValues):
             self._body.tables.require_size(message.shard, num_bytes)
-        if not isinstance(message, Parameters) or not is_awaited:
+        if not isinstance(message, Parameters | ValuesAhead) or not is_awaited:
             return None
         values = self._body.parts[message.shard].values
+        if isinstance(message, ValuesAhead) or message.ahead:
+            begin = message.begin if isinstance(message, ValuesAhead) else message.ahead
+            if begin < 0 or begin + num_bytes > values.nbytes:
+                raise ProtocolError(
+                    "payload_bytes", f"{num_bytes} bytes from {begin} on are not in the shard"
+                )
+            return memoryview(values.numpy())[begin : begin + num_bytes]  # type: ignore[arg-type]
         if self._body.coding.codes_values:
             most = self._body.coding.most_bytes(message.shard)
             if num_bytes > most:
@@ -142,8 +162,23 @@ class WorkerMail:
             raise ProtocolError("message", f"a worker does not accept a {type(message).__name__}")
         require_shard(message.shard, self._shards)
 
-    def take(self, message: Parameters, payload: memoryview) -> None:
+    def take_ahead(self, member: int, message: ValuesAhead, payload: memoryview) -> None:
+        """Note which values were received in the model before their answer."""
+        begun, until = (member, message.version), message.begin + payload.nbytes
+        if message.begin and self._ahead.get(message.shard) != (*begun, message.begin):
+            raise ProtocolError("begin", f"the values before byte {message.begin} have not arrived")
+        self._ahead[message.shard] = (*begun, until)
+
+    def take(self, member: int, message: Parameters, payload: memoryview) -> None:
         """Copy awaited parameters that were received elsewhere into the model."""
+        if message.ahead:
+            name, whole = (
+                (member, message.version, message.ahead),
+                self._body.parts[message.shard].values.nbytes,
+            )
+            if self._ahead.get(message.shard) != name or message.ahead + payload.nbytes != whole:
+                raise ProtocolError("ahead", f"{message.ahead} bytes of these values have not arrived before")
+            return
         if not payload:
             return
         values = self._body.parts[message.shard].values

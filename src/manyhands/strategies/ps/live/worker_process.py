@@ -32,7 +32,15 @@ from manyhands.strategies.ps.live.host_workers import HostWorkers, WorkerAction
 from manyhands.strategies.ps.live.ps_job import Job, MemberContext, MemberResources
 from manyhands.strategies.ps.live.worker_mail import WorkerMail, wire_of_link
 from manyhands.strategies.ps.live.worker_state import WorkerState
-from manyhands.strategies.ps.ps_messages import Parameters, RowsUnknown, RowValues, View, Welcome, Work
+from manyhands.strategies.ps.ps_messages import (
+    Parameters,
+    RowsUnknown,
+    RowValues,
+    ValuesAhead,
+    View,
+    Welcome,
+    Work,
+)
 from manyhands.strategies.ps.update_files import ComputedRow
 from manyhands.transport.hub.hub import Hub
 from manyhands.transport.hub.hub_events import Arrived, Joined, Lost, Ready, Shared
@@ -267,12 +275,17 @@ class SlotSession:
             self._do(self.near.hear(message, member))
             return
         self._mail.require_known(message)
-        self._mail.record(EventKind.RECEIVE, time.monotonic_ns(), member, message, payload.nbytes)
+        num_bytes = payload.nbytes + (message.ahead if isinstance(message, Parameters) else 0)
+        self._mail.record(EventKind.RECEIVE, time.monotonic_ns(), member, message, num_bytes)
         match message:
             case Parameters():
                 self._waited_for = message.waited_for  # of the last shard to answer
                 if self._core.awaits(message, member):
-                    self._mail.take(message, payload)
+                    self._mail.take(member, message, payload)
+            case ValuesAhead():
+                if self._core.awaits(message, member):
+                    self._mail.take_ahead(member, message, payload)
+                return
             case RowValues():
                 if self._core.awaits(message, member):
                     self._body.tables.take(message.shard, payload)
@@ -307,7 +320,7 @@ class SlotSession:
         if self.near is not None and isinstance(message, GroupMessage):
             return None
         self._mail.require_known(message)
-        is_awaited = isinstance(message, Parameters) and self._core.awaits(message, member)
+        is_awaited = isinstance(message, Parameters | ValuesAhead) and self._core.awaits(message, member)
         return self._mail.receive_buffer(message, num_bytes, is_awaited=is_awaited)
 
     # ── one update ────────────────────────────────────────────────────────────────────────────────────────────────────
