@@ -19,7 +19,7 @@ from typing import NamedTuple
 from manyhands.data.file_reader import DataFile
 from manyhands.errors import DataError, UserError, format_bytes, nearest, printable
 
-__all__ = ["PIECE_BYTES", "SPLITS", "Documents", "Piece"]
+__all__ = ["PIECE_BYTES", "SPLITS", "Documents", "TextPiece"]
 
 SPLITS = ("file", "line", "paragraph")
 PIECE_BYTES = 1 << 16
@@ -31,7 +31,7 @@ _CUT = re.compile(rb"(?<=[^ \t\n\v\f\r]) (?=[^ \t\n\v\f\r])")
 _DELIMITERS = {"line": re.compile(rb"\r?\n"), "paragraph": re.compile(rb"\r?\n[ \t\r]*\n")}
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A document or a part of one, as UTF-8."""
 
     text: bytes
@@ -53,13 +53,13 @@ class Documents:
         if self.split not in SPLITS:
             raise UserError(f"split is {self.split!r}; {nearest(self.split, SPLITS)}")
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[TextPiece]:
         for path in self.paths:
             with DataFile(path) as file:
                 is_json = _is_json_lines(path)
                 yield from self._of_json(file) if is_json else _pieces(_parts(file, self.split), str(path))
 
-    def _of_json(self, file: DataFile) -> Iterator[Piece]:
+    def _of_json(self, file: DataFile) -> Iterator[TextPiece]:
         for number, line in enumerate(_lines(file), start=1):
             if not line.strip():
                 continue
@@ -147,7 +147,7 @@ def _parts(file: DataFile, split: str) -> Iterator[tuple[bytes, bool]]:
     yield b"", True
 
 
-def _pieces(parts: Iterable[tuple[bytes, bool]], where: str) -> Iterator[Piece]:
+def _pieces(parts: Iterable[tuple[bytes, bool]], where: str) -> Iterator[TextPiece]:
     """The documents of which `parts` come."""
     rest, begins = b"", True
     for part, ends in parts:
@@ -162,10 +162,10 @@ def _pieces(parts: Iterable[tuple[bytes, bool]], where: str) -> Iterator[Piece]:
                         f"{where}: there are {most} of text without a space; try --split line, if this is a text"
                     )
                 break
-            yield Piece(rest[at : found.start()], begins, False)
+            yield TextPiece(rest[at : found.start()], begins, False)
             at, begins = found.start(), False
         rest = rest[at:]
         if ends:
             if not begins or rest.strip():
-                yield Piece(rest, begins, True)
+                yield TextPiece(rest, begins, True)
             rest, begins = b"", True

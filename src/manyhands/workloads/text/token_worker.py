@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from manyhands.errors import WorkerFailed
 from manyhands.native.closeable import Closeable
-from manyhands.workloads.text.documents import Piece
+from manyhands.workloads.text.documents import TextPiece
 from manyhands.workloads.text.tokenizer import TextTokenizer, tokenizer_of_json
 from manyhands.workloads.text.word_cache import WordCache
 
@@ -56,7 +56,7 @@ class EncodingProcess(Closeable):
             )
         self._send(tokenizer.json.encode())
 
-    def encode(self, pieces: Sequence[Piece]) -> EncodedPieces:
+    def encode(self, pieces: Sequence[TextPiece]) -> EncodedPieces:
         sizes = [2 * len(piece.text) + piece.ends for piece in pieces]
         request = np.array([len(sizes), *sizes], "<u4").tobytes()
         self._send(b"".join((request, *(piece.text for piece in pieces))))

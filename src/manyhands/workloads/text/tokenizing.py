@@ -25,7 +25,7 @@ import numpy as np
 from manyhands.data.store.atomic import make_output, reason, require_empty, write_atomically
 from manyhands.errors import DataError, UserError, format_bytes, num_of
 from manyhands.native.closeable import Closeable
-from manyhands.workloads.text.documents import PIECE_BYTES, Documents, Piece
+from manyhands.workloads.text.documents import PIECE_BYTES, Documents, TextPiece
 from manyhands.workloads.text.token_files import (
     INDEX_FILE,
     TOKENIZER_FILE,
@@ -210,7 +210,7 @@ class _Counted:
     def __init__(self, documents: Documents, *, may_cut: bool) -> None:
         self._documents, self._may_cut, self.num_bytes = documents, may_cut, 0
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[TextPiece]:
         for piece in self._documents:
             if not piece.ends and not self._may_cut:
                 raise UserError(
@@ -225,13 +225,13 @@ class _Chunk(NamedTuple):
     """Pieces that are encoded at once, all of one shard."""
 
     shard: int
-    pieces: list[Piece]
+    pieces: list[TextPiece]
 
 
-def _chunks(pieces: Iterable[Piece], shard_bytes: int) -> Iterator[_Chunk]:
+def _chunks(pieces: Iterable[TextPiece], shard_bytes: int) -> Iterator[_Chunk]:
     """A shard ends with the document that fills it; one that would fill two is cut."""
     shard, size, documents = 0, 0, 0
-    taken: list[Piece] = []
+    taken: list[TextPiece] = []
     taken_bytes = 0
     for piece in pieces:
         taken.append(piece)
