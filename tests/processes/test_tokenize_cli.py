@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -152,6 +153,31 @@ def test_killed_and_continued(tmp_path: Path) -> None:
     again = tokenize(*files, "--out", tmp_path / "whole", "--resume")
     assert again.returncode == 0
     assert content(tmp_path / "whole")["shard-00000.tokens"] == ours["shard-00000.tokens"]
+
+
+def test_a_process_that_is_killed_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(text_of(200_000))
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "manyhands", "tokenize", str(tmp_path / "a.txt"), "--split", "line",
+               "--train", "bpe", "--vocabulary", "300", "--train-size", "64KiB", "--shard", "256KiB", "--workers", "2",
+               "--out", str(out)]  # fmt: skip
+    with warm.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not (out / shard_name(0)).exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        names = {int(child): Path(f"/proc/{child}/cmdline").read_bytes() for child in children}
+        ours = [child for child, name in names.items() if b"token_worker" in name]
+        assert len(ours) == 2
+        os.kill(ours[1], signal.SIGKILL)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert re.fullmatch(
+        rf"manyhands: tokenizing process [01] \(process {ours[1]}\) was ended by SIGKILL; finished shards are kept: "
+        r"continue with --resume\n",
+        said,
+    )
 
 
 def test_one_sentence_for_what_is_wrong(tmp_path: Path) -> None:
