@@ -24,7 +24,7 @@ from render_federated import (
 from render_filters import filters
 from render_gpu_nccl import nccl_steps
 from render_inference import inference_speed
-from render_links import geo, helpers_live, hosts_speed, links_speed, ray_actor, tls_cost
+from render_links import geo, helpers_live, hosts_speed, links_speed, many_ranks, ray_actor, tls_cost
 from render_loading import loading_rates
 from render_models import codecs_speed, offload, pipeline_speed, wavefronts
 from render_plan import auto_speed, plan_errors
@@ -371,6 +371,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "tls": tls_cost,
     "geo": geo,
     "hosts": hosts_speed,
+    "many ranks": many_ranks,
     "helpers live": helpers_live,
     "nccl": nccl_steps,
     "auto speed": auto_speed,

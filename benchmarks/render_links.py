@@ -85,6 +85,30 @@ def hosts_speed() -> str:
     return f"{about}\n\n{markdown(table)}"
 
 
+def many_ranks() -> str:
+    """A sum among more ranks than cores by each way, and what it takes to connect and to name a killed one."""
+    names = sorted(path.stem for path in RESULTS.glob("many-ranks-*.json"))
+    return "\n\n".join(_ranks_table(load(name)) for name in names)
+
+
+def _ranks_table(result: dict[str, Any]) -> str:
+    ways = list(dict.fromkeys(row["way"] for row in result["clusters"][0]["rows"]))
+    table = [["ranks on hosts, size", *(f"{way}, core seconds" for way in ways)]]
+    for cluster in result["clusters"]:
+        cells = {(row["num_bytes"], row["way"]): row for row in cluster["rows"]}
+        for size in dict.fromkeys(row["num_bytes"] for row in cluster["rows"]):
+            found = [cells[size, way] for way in ways]
+            times = [f"{show_time(one['seconds'] * 1e6)}, {one['core_seconds']:.3f}" for one in found]
+            table.append([f"{cluster['ranks']} on {cluster['hosts']}, {format_bytes(size)}", *times])
+    last = result["clusters"][-1]
+    about = (
+        f"All hosts on one machine of {result['cores']} cores, medians of {result['rounds']} rounds. {last['ranks']} "
+        f"ranks on {last['hosts']} hosts connect in {last['links_s']:.1f} s; all others name a killed one after "
+        f"{last['named_s']:.1f} s."
+    )
+    return f"{about}\n\n{markdown(table)}"
+
+
 def helpers_live() -> str:
     """The same between namespaces with a cable each: bytes on the busiest one, and a step."""
     result = load("helpers")
