@@ -58,7 +58,7 @@ def sharing_sentence(name: str, workers: int) -> str | None:
 
 
 class BatchCopies:
-    """Copies batches to one device; on the CPU they stay what they are."""
+    """Copies batches to one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -67,8 +67,6 @@ class BatchCopies:
         )
 
     def __call__(self, batch: Any) -> Any:
-        if self._device.type == "cpu":
-            return batch
         if self._device.type != "cuda":
             return moved(batch, self._device)
         if self._stream is None:
