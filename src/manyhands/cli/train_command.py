@@ -63,6 +63,9 @@ class _TrainOptions(RunOptions):
     compile_model: bool | None = option(
         None, "Use torch.compile; by default, on a GPU.", "--compile/--no-compile"
     )
+    recompute: bool = option(
+        False, "Compute activations again in backward, to need less memory.", "--recompute"
+    )
     evaluate_every: int | None = option(None, "Steps between evaluations.")
     restore_best: bool = option(
         False, "End with the weights of the best evaluation, not of the last step.", "--restore-best"
@@ -173,6 +176,7 @@ def _fit_options(common: _TrainOptions, out: Path, leads: bool) -> Options:
         restore_best=common.restore_best,
         log=[name.strip() for name in common.log.split(",")] if common.log else (),
         compile=common.compile_model,
+        recompute=common.recompute,
         progress=common.progress,
         tls=common.tls,
         insecure=common.insecure,

@@ -64,6 +64,7 @@ class TrainingPlan:
     half: bool = False  # in float16 instead, with a scaled loss
     # Let torch.compile make the model and the loss faster; None: on a GPU
     compile: bool | None = False
+    recompute: bool = False  # compute activations again in backward: see `recomputing`
     # How the workers' buffers become the same before they are used: see `Options.buffers`
     buffers: str = "broadcast"
     # Compare the workers' parameters after every so many steps, and at the end; 0: never

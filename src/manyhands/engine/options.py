@@ -87,6 +87,9 @@ class Options:
     compile: bool | None = None
     """Let torch.compile make one faster program of the model and the loss; None: on a GPU, where every worker has the
     whole model. It costs up to a minute at the first step."""
+    recompute: bool = False
+    """Compute the activations of each block of the model again in backward instead of keeping them (activation
+    checkpointing): much less memory for a third more computing, and the same numbers."""
     buffers: str = "broadcast"
     """How the workers' buffers, such as the running statistics of batch norm, become the same before an evaluation, a
     checkpoint and the end: `broadcast` takes those of worker 0, `mean` their mean; with `synchronize` batch norm

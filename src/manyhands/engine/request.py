@@ -126,6 +126,7 @@ class Request:
             autocast=bool(options.autocast),
             half=options.autocast == HALF,
             compile=options.compile if options.compile is not None else _compiles(strategy, options),
+            recompute=options.recompute,
             buffers=options.buffers,
             check_every=options.check_every,
         )
@@ -157,6 +158,11 @@ def _check_options(task: AnyTask, strategy: Strategy, workers: int, options: Opt
     facts, fewest_workers = strategy.facts, options.min_workers
     if options.compile and facts.cannot_compile:
         raise UserError(f"compile: {facts.cannot_compile}; leave it out")
+    if options.recompute and (task.compiled or not _has_whole_model(strategy)):
+        raise UserError(
+            f"recompute: strategy {strategy} with task {task.name!r} has no worker that computes blocks of a whole "
+            "model; leave it out, or use mirrored"
+        )
     if options.skip_nonfinite and not facts.can_skip_updates:
         raise UserError(f"skip_nonfinite: strategy {strategy} cannot leave one worker's part out; ps can")
     if fewest_workers is not None and fewest_workers > workers:
@@ -200,9 +206,12 @@ def _check_options(task: AnyTask, strategy: Strategy, workers: int, options: Opt
 
 def _compiles(strategy: Strategy, options: Options) -> bool | None:
     """Whether a run compiles that leaves it open; None: where it is on a GPU."""
-    has_whole_model = strategy.truth in (Truth.ONE_PROCESS, Truth.EVERYONE)
-    possible = has_whole_model and not strategy.facts.cannot_compile and options.buffers != SYNCHRONIZE
-    return None if possible else False
+    return None if _has_whole_model(strategy) and options.buffers != SYNCHRONIZE else False
+
+
+def _has_whole_model(strategy: Strategy) -> bool:
+    """Whether every worker has the whole model, all the time."""
+    return strategy.truth in (Truth.ONE_PROCESS, Truth.EVERYONE) and not strategy.facts.cannot_compile
 
 
 def _profilers(options: Options) -> list[TorchProfiler]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -29,6 +29,7 @@ from manyhands.engine.exchange import Exchange, LocalStep, SentFor, SharedStep, 
 from manyhands.engine.loss_scaling import LossScale, left_out, unscale
 from manyhands.engine.options import MEAN, SYNCHRONIZE
 from manyhands.engine.profiler import StepProfiler
+from manyhands.engine.recomputing import recomputing
 from manyhands.engine.reduction import require_reduction
 from manyhands.engine.reporting import Reporter, StepBook, WorkerContext, WorkerNote, is_due
 from manyhands.errors import NonFinite
@@ -90,7 +91,7 @@ class Trainer:
 
     def run(self, start: Loaded | None = None) -> Trained:
         """Train from `start`, whose tensors are taken out, to the end; NonFinite on the worker whose loss broke."""
-        with self._computer.loading_ahead(), closing(self._profiler):
+        with self._computer.loading_ahead(), closing(self._profiler), ExitStack() as self._at_end:
             return self._run(start)
 
     def _run(self, start: Loaded | None) -> Trained:
@@ -111,6 +112,7 @@ class Trainer:
         if self._plan.buffers == SYNCHRONIZE and part.count > 1:
             synchronize_batch_norms(model, part.total_in_step or exchange.total, part.index, part.count)
         self.model, self._optimizer, self._agreed_step = model, optimizer, first
+        self._at_end.enter_context(recomputing(model) if self._plan.recompute else nullcontext())
         model.train()
         extra = start.extra if start is not None else None
         self.reporter.begin(first, extra, built.metric_scheduler, self._scale)

@@ -32,7 +32,6 @@ from manyhands.places.local.status import State
 from manyhands.strategies.common.grid.grid_group import LinkGroup, agree_on, sum_gradients, waits_of
 from manyhands.strategies.common.grid.grid_layout import GridAxis
 from manyhands.strategies.common.grid.held import Held, HeldModel, Outline
-from manyhands.strategies.common.sharding.optimizers import stepping_for
 from manyhands.strategies.pipeline.cuts import LayerCost, check_cuts, part_bytes, parts_of, planned
 from manyhands.strategies.pipeline.ends import MeasureEnds, TrainingEnds, input_of
 from manyhands.strategies.pipeline.schedule_cost import most_held
@@ -109,7 +108,7 @@ class PipelineExchange(GridExchange):
             if name in outline.keys and place.data == 0
             if place.slice == 0 or name in self._sliced.buffers
         }
-        stepping_for(optimizer, strategy.facts.stepping, strategy.word)
+        self._fit(optimizer, strategy.facts.stepping, strategy.word)
         self._held = HeldModel(outline, optimizer, held, buffers, self._sliced.buffers)
         self._held.drop_rest()
         local = {id(one.whole): one.local for one in held}

@@ -26,6 +26,8 @@ from manyhands.engine.exchange import (
     WorkerPart,
 )
 from manyhands.engine.fusing import take_step
+from manyhands.facts import Stepping
+from manyhands.optim import LAMB
 from manyhands.strategies.common.grid.grid_group import LinkGroup, agree_on, sum_gradients, waits_of
 from manyhands.strategies.common.grid.grid_layout import Grid, GridAxis
 from manyhands.strategies.common.grid.held import Held, HeldModel, Outline
@@ -80,6 +82,20 @@ class GridExchange(Exchange):
     def close(self) -> None:
         for link in self._links.values():
             link.close()
+
+    def _fit(self, optimizer: Optimizer, ways: Sequence[Stepping], who: str) -> None:
+        """UserError unless slices of the parameters are stepped as the whole is; LAMB gets the norms of the whole."""
+        if isinstance(optimizer, LAMB) and Stepping.IN_PIECES in ways:
+            optimizer.whole_squares = self._whole_squares
+        else:
+            stepping_for(optimizer, ways, who)
+
+    def _whole_squares(self, parameters: Sequence[torch.Tensor], squares: torch.Tensor) -> torch.Tensor:
+        """Collective among the slices of a layer: sums for what is cut; the rest every slice has whole."""
+        cut = {id(one.local) for one in self._held.held if one.cut is not None}
+        is_cut = torch.tensor([id(one) in cut for one in parameters])
+        mine = squares.to("cpu", torch.float64)
+        return torch.where(is_cut, self._slices.all_reduce(mine.clone()), mine).to(squares)
 
     def _group(self, members: Sequence[int], kind: int, name: str) -> LinkGroup:
         return LinkGroup(self.rank, members, self._links, self._timeout_s, kind=kind, name=name)
@@ -145,7 +161,7 @@ class TensorExchange(GridExchange):
             if key in outline.shapes and (self.rank == 0 or key in self._sliced.buffers)
         }
         if self._sliced.cut:
-            stepping_for(optimizer, Tensor().facts.stepping, Tensor.word)
+            self._fit(optimizer, Tensor().facts.stepping, Tensor.word)
         self._held = HeldModel(outline, optimizer, self._holds(whole), buffers, self._sliced.buffers)
         self._held.drop_rest()
         self._optimizer = optimizer
