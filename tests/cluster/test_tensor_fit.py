@@ -181,12 +181,12 @@ def test_each_slice_is_compared_with_its_copies(monkeypatch: pytest.MonkeyPatch)
     def apply_and_flip(exchange: TensorExchange) -> None:
         apply(exchange)
         if exchange.rank == 3:
-            held = dict(exchange.part.parameters(nn.Identity()))["blocks.0.expand.weight"]
+            held = dict(exchange.part.parameters(nn.Identity()))["transformer.h.0.mlp.c_fc.weight"]
             assert held is not None
             held.detach().view(-1)[:1].view(torch.int64).bitwise_xor_(1)
 
     monkeypatch.setattr(TensorExchange, "apply", apply_and_flip)
-    with pytest.raises(Desync, match=r"ranks 1 and 3 differ in 'blocks\.0\.expand\.weight'"):
+    with pytest.raises(Desync, match=r"ranks 1 and 3 differ in 'transformer\.h\.0\.mlp\.c_fc\.weight'"):
         train_sliced(TASKS["transformer"](), Grid(slices=2, data=2), 1)
 
 

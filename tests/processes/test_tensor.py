@@ -45,16 +45,20 @@ def test_slices_and_replicas_train_a_transformer_and_single_goes_on(tmp_path: Pa
     run = mh.fit(task, "tensor slices=2 data=2", workers=4, steps=8, out=out)
     assert distance(run.model.state_dict(), train_plainly(task, 8)) < 1e-9
     sent = {row["layer"]: row for row in run.summary["layers"]}
+    layers = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     assert list(sent) == [
-        "tokens",
-        *(f"blocks.{number}.{name}" for number in (0, 1) for name in ("project", "mix", "expand", "shrink")),
-        "head",
+        "transformer.wte",
+        *(f"transformer.h.{number}.{name}" for number in (0, 1) for name in layers),
+        "lm_head",
     ]
-    assert sent["blocks.0.mix"]["forward_bytes"] > 0 == sent["blocks.0.mix"]["backward_bytes"]
+    assert sent["transformer.h.0.attn.c_proj"]["forward_bytes"] > 0
+    assert sent["transformer.h.0.attn.c_proj"]["backward_bytes"] == 0
     assert sum(row["messages"] for row in sent.values()) * 8 < run.summary["messages_sent"]
     shown = CliRunner().invoke(app, ["explain", str(out)], env={"COLUMNS": "100"})
     assert shown.exit_code == 0, shown.output
-    assert re.search(r"blocks.0.project +heads=3 fused=3 +0 B +[\d.]+ KiB +\d", shown.output), shown.output
+    assert re.search(r"transformer.h.0.attn.c_attn +heads=3 fused=3 +0 B +[\d.]+ KiB +\d", shown.output), (
+        shown.output
+    )
     gone_on = mh.fit(task, "single", steps=12, out=out, resume=True)
     assert gone_on.summary["resumed_from_step"] == 8
     assert distance(gone_on.model.state_dict(), train_plainly(task, 12)) < 1e-9
@@ -100,17 +104,20 @@ def test_dropout_in_a_chain_is_that_of_one_process_and_elsewhere_that_of_all_sli
     ("plan", "sentence"),
     [
         (
-            {"bloks.*.expand": "column"},
-            "tensor_plan: GPT has no module 'bloks.*.expand'; the nearest is 'blocks.1.expand'",
+            {"transformer.j.*.c_fc": "column"},
+            "tensor_plan: GPT has no module 'transformer.j.*.c_fc'; the nearest is 'transformer",
         ),
         (
-            {"head": "colum"},
+            {"lm_head": "colum"},
             "tensor_plan: 'colum' is not a way to slice; allowed: column, row, heads, vocabulary",
         ),
-        ({"head": "heads"}, "tensor_plan: 'heads' has no number of heads; write heads=4"),
-        ({"head": "column of=2"}, "tensor_plan: 'of=2' in 'column of=2' is invalid; allowed: heads=4"),
-        ({"norm": "row"}, "tensor_plan: module 'norm' is a LayerNorm, which cannot be row; leave it whole"),
-        (["head"], "GPT.tensor_plan is a list; it must be a dict of module names and slicings"),
+        ({"lm_head": "heads"}, "tensor_plan: 'heads' has no number of heads; write heads=4"),
+        ({"lm_head": "column of=2"}, "tensor_plan: 'of=2' in 'column of=2' is invalid; allowed: heads=4"),
+        (
+            {"transformer.ln_f": "row"},
+            "tensor_plan: module 'transformer.ln_f' is a LayerNorm, which cannot be row; leave it whole",
+        ),
+        (["lm_head"], "GPT.tensor_plan is a list; it must be a dict of module names and slicings"),
     ],
 )
 def test_plans_that_cannot_be_are_refused_before_anything_starts(plan: Any, sentence: str) -> None:
@@ -120,16 +127,18 @@ def test_plans_that_cannot_be_are_refused_before_anything_starts(plan: Any, sent
 
 def test_a_layer_that_gets_what_it_does_not_take_is_named() -> None:
     """Only the run shows in which order a model applies its modules."""
-    task = gpt(plan={"blocks.*.expand": "row"})
+    task = gpt(plan={"transformer.h.*.c_fc": "row"})
     with pytest.raises(
-        Exception, match=r"module 'blocks.0.expand' is row, so it needs 6 features on slice \d, but got"
+        Exception,
+        match=r"module 'transformer.h.0.mlp.c_fc' is row, so it needs 6 features on slice \d, but got",
     ):
         mh.fit(task, "tensor", workers=2, steps=2)
 
 
 def test_more_slices_than_heads_are_refused() -> None:
     with pytest.raises(
-        UserError, match=r"'blocks\.0\.project' is heads=3 fused=3, which is too small for 4 slices"
+        UserError,
+        match=r"'transformer\.h\.0\.attn\.c_attn' is heads=3 fused=3, which is too small for 4 slices",
     ):
         mh.fit(gpt(), "tensor slices=4", workers=4, steps=2)
 

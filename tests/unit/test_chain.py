@@ -16,7 +16,7 @@ from manyhands.workloads.tasks.digits import ImageClassifier
 
 TOKENS = torch.randint(0, 256, (3, 12), generator=torch.Generator().manual_seed(0))
 IMAGES = torch.randint(0, 256, (3, 1, 28, 28), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-BLOCK = ["attention_norm", "project", "mix", "feed_norm", "expand", "shrink"]
+BLOCK = ["ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"]
 MODELS = {
     "transformer": lambda: GPT(context=16, layers=2, width=16, heads=4),
     "classifier": lambda: ImageClassifier(side=28, white=255, width=8, stride=2),
@@ -54,12 +54,17 @@ def test_the_chain_applied_is_the_model_to_the_bit(name: str) -> None:
 def test_names_of_weights_are_those_that_checkpoints_have() -> None:
     states = {name: list(make().state_dict()) for name, make in MODELS.items()}
     assert states["transformer"] == [
-        "tokens.weight",
-        "positions.weight",
-        *(f"blocks.{at}.{part}.{kind}" for at in (0, 1) for part in BLOCK for kind in ("weight", "bias")),
-        "norm.weight",
-        "norm.bias",
-        "head.weight",
+        "transformer.wte.weight",
+        "transformer.wpe.weight",
+        *(
+            f"transformer.h.{at}.{part}.{kind}"
+            for at in (0, 1)
+            for part in BLOCK
+            for kind in ("weight", "bias")
+        ),
+        "transformer.ln_f.weight",
+        "transformer.ln_f.bias",
+        "lm_head.weight",
     ]
     convolutions = [f"features.{at}.{kind}" for at in (0, 1, 3, 4, 7, 8) for kind in ("weight", "bias")]
     assert states["classifier"] == [*convolutions, "head.weight", "head.bias"]
@@ -68,7 +73,10 @@ def test_names_of_weights_are_those_that_checkpoints_have() -> None:
 
 def test_modules_of_a_chain_are_named_as_in_the_model() -> None:
     names = {name: [one for one, _ in named_chain(make())] for name, make in MODELS.items()}
-    assert names["transformer"] == ["tokens+positions", "blocks.0", "blocks.1", "norm", "head"]
+    assert names["transformer"] == [
+        "transformer.wte+transformer.wpe",
+        *("transformer.h.0", "transformer.h.1", "transformer.ln_f", "lm_head"),
+    ]
     assert names["lstm"] == ["tokens", "layers.0", "layers.1", "layers.2", "head"]
     assert names["classifier"][:3] == ["features.0", "features.1", "features.2"]
     assert names["classifier"][-2:] == ["Flatten", "head"], (
@@ -136,7 +144,7 @@ def test_an_applied_function_keeps_its_modules_when_copied() -> None:
     model = GPT(context=16, layers=1, width=16, heads=2)
     stage = copy.deepcopy(nn.Sequential(*chain_of(model)))
     assert isinstance(stage[0], ChainFunction)
-    assert stage[0].tokens.weight is stage[-1].weight
+    assert stage[0].wte.weight is stage[-1].weight
     assert torch.equal(stage(TOKENS), model(TOKENS))
 
 

@@ -137,7 +137,7 @@ def test_an_optimizer_that_keeps_rows_and_columns_is_counted_as_it_is() -> None:
 def test_layers_add_up_and_have_their_own_activations() -> None:
     footprint = estimate(transformer()).footprint
     assert sum(layer.parameters for layer in footprint.layers) == footprint.parameters
-    blocks = [layer for layer in footprint.layers if layer.name.startswith("blocks")]
+    blocks = [layer for layer in footprint.layers if layer.name.startswith("transformer.h")]
     assert len({layer.activations for layer in blocks}) == 1
     assert 0 < sum(layer.activations for layer in footprint.layers) <= footprint.activations() / BATCH
 

@@ -116,9 +116,12 @@ def test_a_chain_is_traced_module_by_module() -> None:
     model = GPT(context=8, layers=2, width=16, heads=2)
     tokens = torch.zeros(3, 8, dtype=torch.long)
     found = trace(model, lambda model: model(tokens).sum(), samples=3)
-    assert [one.name for one in found.nodes] == ["tokens+positions", "blocks.0", "blocks.1", "norm", "head"]
+    assert [one.name for one in found.nodes] == [
+        "transformer.wte+transformer.wpe",
+        *("transformer.h.0", "transformer.h.1", "transformer.ln_f", "lm_head"),
+    ]
     assert [one.kind for one in found.nodes][:2] == ["Embedding+Embedding", "GPTBlock"]
-    assert found.nodes[0].modules == ("tokens", "positions")
+    assert found.nodes[0].modules == ("transformer.wte", "transformer.wpe")
     assert [one.shape for one in found.nodes] == [(3, 8, 16)] * 4 + [(3, 8, 256)]
     assert [one.output_bytes for one in found.nodes] == [3 * 8 * 16 * 4] * 4 + [3 * 8 * 256 * 4]
     assert found.is_chain
@@ -194,10 +197,12 @@ def test_the_table_names_what_is_cut_and_what_is_shared() -> None:
     ]
     tied = trace(GPT(context=4, layers=1, width=8, heads=1), lambda model: model(torch.zeros(1, 4).long()), 1)
     lines = graph_text(tied, ["x", "x", "y", "y"]).splitlines()
-    assert lines[-1] == "shared parameters: tokens+positions, head: 8.0 KiB, in several places"
+    assert (
+        lines[-1] == "shared parameters: transformer.wte+transformer.wpe, lm_head: 8.0 KiB, in several places"
+    )
     assert graph_text(tied, ["x"] * 4).splitlines()[-2:] == [
         "no edge is cut",
-        "shared parameters: tokens+positions, head: 8.0 KiB",
+        "shared parameters: transformer.wte+transformer.wpe, lm_head: 8.0 KiB",
     ]
 
 
@@ -272,8 +277,8 @@ def test_a_strategy_that_cuts_layers_says_the_stages() -> None:
 
 def test_the_figure_in_the_docs_is_what_the_command_draws(tmp_path: Path) -> None:
     picture = tmp_path / "graph.svg"
-    output = shown("gpt", "--place", "blocks.*=cuda:0", "--svg", str(picture))
-    assert "  blocks.1 → norm: 1.0 MiB, 32×64×128, cuda:0 → cpu" in output
+    output = shown("gpt", "--place", "transformer.h.*=cuda:0", "--svg", str(picture))
+    assert "  transformer.h.1 → transformer.ln_f: 1.0 MiB, 32×64×128, cuda:0 → cpu" in output
     assert f"picture in {picture}" in output
     assert picture.read_text() == (FIGURES / "graph-gpt.svg").read_text()
 
@@ -282,13 +287,16 @@ def test_the_figure_in_the_docs_is_what_the_command_draws(tmp_path: Path) -> Non
     ("words", "message"),
     [
         (
-            ["--place", "block=cpu"],
-            r"placement of 'block': no module has this name; .* did you mean 'blocks'\?",
+            ["--place", "transform=cpu"],
+            r"placement of 'transform': no module has this name; .* did you mean 'transformer'\?",
         ),
         (["--place", "blocks"], r"--place 'blocks': it must be PATTERN=DEVICE, such as"),
         (["--workers", "0"], "workers=0 must be an integer of at least 1"),
         (["--strategy", "mirrord"], "did you mean 'mirrored'"),
-        (["--place", "blocks.*=gpu"], r"placement of 'blocks.\*' on 'gpu': torch has no such device"),
+        (
+            ["--place", "transformer.h.*=gpu"],
+            r"placement of 'transformer.h.\*' on 'gpu': torch has no such device",
+        ),
         (["--strategy", "pipeline stages=9", "--workers", "9"], "stages=9: .* 5 layers .* at most stages=5"),
         (["--strategy", "single", "--workers", "2"], "single runs one process"),
         (["--svg", "/nowhere/at/all.svg"], "there is no folder /nowhere/at"),

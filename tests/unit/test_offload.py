@@ -145,10 +145,10 @@ class Again(GPT):
     """Keeps only the inputs of its blocks, and computes the rest again in backward."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(tokens)
-        for block in self.blocks:
+        x = self.transformer.wte(tokens)
+        for block in self.transformer.h:
             x = checkpoint(block, x, use_reentrant=False)
-        return self.head(self.norm(x))
+        return self.lm_head(self.transformer.ln_f(x))
 
 
 def test_layers_may_be_computed_again_in_backward() -> None:
@@ -196,7 +196,7 @@ def test_a_loss_that_is_not_finite_changes_nothing() -> None:
 
 def test_a_limit_below_the_largest_layer_says_the_need() -> None:
     with pytest.raises(
-        UserError, match=r"device_memory=100KiB: the largest layer, 'blocks.0', needs .* use at least"
+        UserError, match=r"device_memory=100KiB: the largest layer, 'transformer.h.0', needs .* use at least"
     ):
         train_limited(task(), STEPS, 100 * KIB)
 

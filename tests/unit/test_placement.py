@@ -86,7 +86,7 @@ def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest() -> None:
     ):
         assigned(NAMES, {"block.*": "cpu"})
     with pytest.raises(
-        UserError, match=r"placement of 'emb': no module .* blocks.0.mix, blocks.0.feed_norm, …$"
+        UserError, match=r"placement of 'emb': no module .* transformer.h.0.ln_1, transformer.h.0.attn, …$"
     ):
         mh.place(transformer(), {"emb": "cpu"})
 
@@ -141,12 +141,14 @@ def test_inputs_are_copied_at_borders() -> None:
 
 
 def test_operands_of_one_operation_come_together() -> None:
-    """`positions.weight` is used by the model itself, where no module's border brings it along."""
-    placed = mh.place(transformer(), {"tokens": "meta", "blocks": "meta", "norm": "meta"})
+    """`wpe.weight` is used by a function of `transformer`, where no module's border brings it along."""
+    placed = mh.place(
+        transformer(), {"transformer.wte": "meta", "transformer.h": "meta", "transformer.ln_f": "meta"}
+    )
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
         placed(X)  # the output comes back to where the input came from: not from there
     added = next(one for one in placed.log if one.operation == "add")
-    assert (added.module, added.device, added.copied_bytes) == ("", "meta", 8 * 8 * 4)
+    assert (added.module, added.device, added.copied_bytes) == ("transformer", "meta", 8 * 8 * 4)
     assert placed.log.rows[-1].operation == "linear"
     assert placed.log.rows[-1].device == "meta", (
         "the head shares its weights with the embedding, and is there too"
@@ -154,27 +156,34 @@ def test_operands_of_one_operation_come_together() -> None:
 
 
 def test_modules_that_share_a_parameter_are_in_one_place() -> None:
-    placed = mh.place(transformer(), {"tokens": "meta", "head": "cpu"})
-    assert placed.head.weight is placed.tokens.weight
-    assert placed.head.weight.device.type == "meta"
-    assert placed.log.notes == ["head is on meta because head and tokens share a parameter"]
+    placed = mh.place(transformer(), {"transformer.wte": "meta", "lm_head": "cpu"})
+    assert placed.lm_head.weight is placed.transformer.wte.weight
+    assert placed.lm_head.weight.device.type == "meta"
+    assert placed.log.notes == ["lm_head is on meta because lm_head and transformer.wte share a parameter"]
     with pytest.raises(
-        UserError, match="placement of 'head' on cpu and 'tokens' on meta: head and tokens share a par"
+        UserError,
+        match=r"placement of 'lm_head' on cpu and 'transformer.wte' on meta: lm_head and trans",
     ):
-        mh.place(transformer(), {"tokens": "meta", "head": "cpu"}, soft=False)
-    apart = mh.place(transformer(tied=False), {"tokens": "meta", "head": "cpu"}, soft=False)
-    assert [apart.tokens.weight.device.type, apart.head.weight.device.type] == ["meta", "cpu"]
+        mh.place(transformer(), {"transformer.wte": "meta", "lm_head": "cpu"}, soft=False)
+    apart = mh.place(transformer(tied=False), {"transformer.wte": "meta", "lm_head": "cpu"}, soft=False)
+    assert [apart.transformer.wte.weight.device.type, apart.lm_head.weight.device.type] == ["meta", "cpu"]
 
 
 def test_a_placed_model_is_the_same_model() -> None:
     model = transformer()
     before, keys = model(X), list(model.state_dict())
-    placed = mh.place(model, {"blocks.*": "auto"})
+    placed = mh.place(model, {"transformer.h.*": "auto"})
     assert placed is model
     assert isinstance(placed, GPT)
     assert list(placed.state_dict()) == keys
     torch.testing.assert_close(placed(X), before)
-    assert {one.module for one in placed.log} >= {"", "tokens", "blocks.0", "blocks.1.mix", "head"}
+    assert {one.module for one in placed.log} >= {
+        "transformer",
+        "transformer.wte",
+        "transformer.h.0",
+        "transformer.h.1.attn.c_proj",
+        "lm_head",
+    }
     for same in (copy.deepcopy(placed), pickle.loads(pickle.dumps(placed))):
         assert torch.equal(same(X), placed(X))
         assert ran(same) == ran(placed)
@@ -323,7 +332,10 @@ def test_the_product_with_its_operands_elsewhere_than_itself() -> None:
 @pytest.mark.filterwarnings(
     "ignore:Attempting to run cuBLAS"
 )  # torch's own thread for backward has no context yet
-@pytest.mark.parametrize("where", [{"blocks.*": "cuda:0"}, {"tokens": "cuda", "norm": "cuda:0"}, "auto"])
+@pytest.mark.parametrize(
+    "where",
+    [{"transformer.h.*": "cuda:0"}, {"transformer.wte": "cuda", "transformer.ln_f": "cuda:0"}, "auto"],
+)
 def test_a_transformer_on_two_devices_gives_the_same_gradients(where: object) -> None:
     plain, placed = transformer().double(), mh.place(transformer().double(), where)
     results = [model(X).square().sum() for model in (plain, placed)]

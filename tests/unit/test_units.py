@@ -29,14 +29,17 @@ def small(*, tied: bool) -> GPT:
 
 def test_layers_are_units_and_what_they_share_is_the_last() -> None:
     names = [unit.name for unit in units_of(small(tied=False))]
-    assert names == ["tokens", "positions", "blocks.0", "blocks.1", "blocks.2", "norm", "head"]
+    assert names == [
+        *("transformer.wte", "transformer.wpe", "transformer.h.0", "transformer.h.1"),
+        *("transformer.h.2", "transformer.ln_f", "lm_head"),
+    ]
     units = units_of(small(tied=True))
     assert [unit.name for unit in units] == [
-        "positions",
-        "blocks.0",
-        "blocks.1",
-        "blocks.2",
-        "norm",
+        "transformer.wpe",
+        "transformer.h.0",
+        "transformer.h.1",
+        "transformer.h.2",
+        "transformer.ln_f",
         "what layers share",
     ]
     assert units[-1].module is None
@@ -56,7 +59,7 @@ def test_a_child_that_holds_most_is_taken_apart_and_the_model_s_own_are_shared()
     wrapped.net = small(tied=False)
     wrapped.own = nn.Parameter(torch.ones(3))
     names = [unit.name for unit in units_of(wrapped)]
-    assert names[2:4] == ["net.blocks.0", "net.blocks.1"]
+    assert names[2:4] == ["net.transformer.h.0", "net.transformer.h.1"]
     assert names[-1] == "what layers share"
 
 

@@ -1,61 +1,87 @@
-"""A decoder-only transformer that predicts the next byte of a text.
+"""GPT-2 (Radford et al. 2019), a decoder-only transformer that predicts the next token; by default of bytes.
 
-Blocks are pre-norm (Radford et al. 2019): x + attention(norm(x)), then x + feed-forward(norm(x)). Positions
-are learned; projections that write into the residual stream start smaller the deeper the model is. There is
-no dropout, so a run follows from its seed alone. Options reach from the default, which learns visibly in a
-minute on two cores, to layers=14, width=768, heads=12: a hundred million parameters.
+Blocks are pre-norm: x + attention(norm(x)), then x + feed-forward(norm(x)). Positions are learned, and the output
+layer shares the weights of the embedding. Modules have the names of `GPT2LMHeadModel` in Hugging Face's transformers,
+whose checkpoints are read and written; see huggingface.py. Options reach from the default, which learns visibly in a
+minute on two cores, to preset=gpt2-xl: 1.6 billion parameters.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from manyhands.data.file_reader import VOCABULARY
 from manyhands.engine.chain import ChainFunction
-from manyhands.errors import UserError
 from manyhands.task import Task
 from manyhands.workloads.builtin_task import BuiltinTask
-from manyhands.workloads.language.next_token import TextOptions, text_task
-from manyhands.workloads.task_options import check_options, option
+from manyhands.workloads.language.huggingface import CheckpointLayout, fill
+from manyhands.workloads.language.next_token import text_task
+from manyhands.workloads.language.presets import GPT_PRESETS, ModelSizes, SizedOptions, require_positions
+from manyhands.workloads.task_options import option
 
 __all__ = ["GPT", "GPT_TASK", "GPTBlock", "GPTOptions", "gpt"]
 
+GPT2_LAYOUT = CheckpointLayout(
+    model_type="gpt2",
+    sizes={
+        "layers": "n_layer",
+        "width": "n_embd",
+        "heads": "n_head",
+        "context": "n_positions",
+        "vocabulary": "vocab_size",
+    },
+    feed_forward="n_inner",
+    fixed={
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+    },
+    renamed=((r"^(?=(wte|wpe|h|ln_f)\.)", "transformer."),),  # of a file without the head
+    ignored=r"\.attn\.(bias|masked_bias)$",
+    transposed=r"\.(c_attn|c_proj|c_fc)\.weight$",
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GPTOptions(TextOptions):
+class GPTOptions(SizedOptions):
     """What may be chosen about `gpt`."""
 
-    layers: int = option(2, "transformer blocks", at_least=1, at_most=1000)
-    width: int = option(128, "features per position", at_least=1)
-    heads: int = option(4, "attention heads; must divide the width", at_least=1)
-    tied: bool = option(True, "share the weights of embedding and output layer")
+    presets: ClassVar[Mapping[str, ModelSizes]] = GPT_PRESETS
+    layout: ClassVar[CheckpointLayout] = GPT2_LAYOUT
 
-    def __post_init__(self) -> None:
-        check_options(self)
-        if self.width % self.heads:
-            raise UserError(f"heads is {self.heads}; it must divide width, which is {self.width}")
+    preset: str = option("tiny", "sizes by name; each may be given instead", choices=tuple(GPT_PRESETS))
+    tied: bool = option(True, "share the weights of embedding and output layer")
 
 
 def gpt(options: GPTOptions | None = None) -> Task:
     """Predict the next byte of a text file, or of the Python standard library where none is given."""
     options = options or GPTOptions()
-    return text_task("gpt", partial(_model, options), options)
+    return text_task("gpt", partial(_started, options), options, options.sizes.context)
 
 
 def _model(options: GPTOptions) -> GPT:
-    names = ("context", "layers", "width", "heads", "tied")
-    return GPT(**{name: getattr(options, name) for name in names})
+    return GPT(**asdict(options.sizes), tied=options.tied, dropout=options.dropout)
+
+
+def _started(options: GPTOptions) -> GPT:
+    model = _model(options)
+    if options.init is not None:
+        fill(model, options.init, GPT2_LAYOUT, asdict(options.sizes))
+    return model
 
 
 GPT_TASK = BuiltinTask(
     name="gpt",
-    help="the next byte of a text, a small decoder-only transformer",
+    help="the next byte of a text, a transformer with the architecture of GPT-2",
     options_type=GPTOptions,
     make=gpt,
     model=_model,
@@ -66,6 +92,8 @@ GPT_TASK = BuiltinTask(
 class GPT(nn.Module):
     """Scores of the next token at every position; position t sees tokens 0..t only."""
 
+    layout: ClassVar[CheckpointLayout] = GPT2_LAYOUT
+
     def __init__(
         self,
         *,
@@ -75,76 +103,128 @@ class GPT(nn.Module):
         heads: int,
         tied: bool = True,
         vocabulary: int = VOCABULARY,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.positions = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(GPTBlock(width=width, heads=heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.sizes = ModelSizes(
+            layers=layers, width=width, heads=heads, context=context, vocabulary=vocabulary
+        )
+        self.tied, self.dropout = tied, dropout
+        self.transformer = _Body(self.sizes, dropout)
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
         # Normal weights of 0.02, as in GPT-2; those that write into the residual stream over √(2·layers).
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
-                writes_residual = name.endswith(("mix.weight", "shrink.weight"))
+                writes_residual = name.endswith("c_proj.weight")
                 nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * layers) if writes_residual else 1))
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
         if tied:
-            self.head.weight = self.tokens.weight
+            self.lm_head.weight = self.transformer.wte.weight
+
+    def config(self) -> Mapping[str, Any]:
+        """What its checkpoint's config.json says besides the layout's own settings."""
+        dropouts = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), self.dropout)
+        return {
+            "architectures": ["GPT2LMHeadModel"],
+            **asdict(self.sizes),
+            **dropouts,
+            "tie_word_embeddings": self.tied,
+        }
 
     def chain(self) -> Sequence[nn.Module]:
-        embedding = ChainFunction(_embedded, tokens=self.tokens, positions=self.positions)
-        return [embedding, *self.blocks, self.norm, self.head]
+        body = self.transformer
+        embedding = ChainFunction(_embedded, wte=body.wte, wpe=body.wpe)
+        after = [body.drop] if self.dropout else []
+        return [embedding, *after, *body.h, body.ln_f, self.lm_head]
 
     def tensor_plan(self) -> dict[str, str]:
         """How `tensor` slices it: the vocabulary here, the rest as each block says."""
-        return {"tokens": "vocabulary", "head": "vocabulary"}
+        return {"transformer.wte": "vocabulary", "lm_head": "vocabulary"}
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(batch, time) tokens to (batch, time, vocabulary) scores."""
-        x = _embedded(tokens, self.tokens, self.positions)
-        for block in self.blocks:
-            x = block(x)
-        scores: Tensor = self.head(self.norm(x))
+        scores: Tensor = self.lm_head(self.transformer(tokens))
         return scores
 
 
-def _embedded(x: Tensor, tokens: nn.Embedding, positions: nn.Embedding) -> Tensor:
-    length, context = x.shape[1], positions.num_embeddings
-    if length > context:
-        raise UserError(f"a window of {length} tokens is longer than context={context}")
-    embedded: Tensor = tokens(x) + positions.weight[:length]
+class _Body(nn.Module):
+    """All of it but the output layer."""
+
+    def __init__(self, sizes: ModelSizes, dropout: float) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(sizes.vocabulary, sizes.width)
+        self.wpe = nn.Embedding(sizes.context, sizes.width)
+        self.drop = nn.Dropout(dropout)
+        self.h = nn.ModuleList(
+            GPTBlock(width=sizes.width, heads=sizes.heads, dropout=dropout) for _ in range(sizes.layers)
+        )
+        self.ln_f = nn.LayerNorm(sizes.width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.drop(_embedded(tokens, self.wte, self.wpe))
+        for block in self.h:
+            x = block(x)
+        normed: Tensor = self.ln_f(x)
+        return normed
+
+
+def _embedded(x: Tensor, wte: nn.Embedding, wpe: nn.Embedding) -> Tensor:
+    require_positions(x.shape[1], wpe.num_embeddings)
+    embedded: Tensor = wte(x) + wpe.weight[: x.shape[1]]
     return embedded
 
 
 class GPTBlock(nn.Module):
     """Causal self-attention and a feed-forward layer, each added to the residual stream."""
 
-    def __init__(self, *, width: int, heads: int) -> None:
+    def __init__(self, *, width: int, heads: int, dropout: float = 0.0) -> None:
         super().__init__()
-        self.heads, self.head_width = heads, width // heads
-        self.attention_norm = nn.LayerNorm(width)
-        self.project = nn.Linear(width, 3 * width)
-        self.mix = nn.Linear(width, width)
-        self.feed_norm = nn.LayerNorm(width)
-        self.expand = nn.Linear(width, 4 * width)
-        self.shrink = nn.Linear(4 * width, width)
+        self.ln_1 = nn.LayerNorm(width)
+        self.attn = _Attention(width, heads, dropout)
+        self.ln_2 = nn.LayerNorm(width)
+        self.mlp = _FeedForward(width, dropout)
 
     def tensor_plan(self) -> dict[str, str]:
         """How `tensor` slices it: some heads, and some features of the feed-forward layer, for each worker."""
         return {
-            "project": f"heads={self.heads} fused=3",
-            "mix": f"row heads={self.heads}",
-            "expand": "column",
-            "shrink": "row",
+            "attn.c_attn": f"heads={self.attn.heads} fused=3",
+            "attn.c_proj": f"row heads={self.attn.heads}",
+            "mlp.c_fc": "column",
+            "mlp.c_proj": "row",
         }
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        fed: Tensor = x + self.mlp(self.ln_2(x))
+        return fed
+
+
+class _Attention(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.head_width = heads, width // heads
+        self.c_attn = nn.Linear(width, 3 * width)
+        self.c_proj = nn.Linear(width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
-        projected = self.project(self.attention_norm(x))
-        by_head = projected.view(batch, length, 3, -1, self.head_width)  # a slice has some of the heads
+        by_head = self.c_attn(x).view(batch, length, 3, -1, self.head_width)  # a slice has some of the heads
         query, key, value = by_head.permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.mix(seen.transpose(1, 2).reshape(batch, length, -1))
-        fed: Tensor = self.shrink(F.gelu(self.expand(self.feed_norm(x))))
-        return x + fed
+        dropped = self.dropout.p if self.training else 0.0
+        seen = F.scaled_dot_product_attention(query, key, value, dropout_p=dropped, is_causal=True)
+        mixed: Tensor = self.dropout(self.c_proj(seen.transpose(1, 2).reshape(batch, length, -1)))
+        return mixed
+
+
+class _FeedForward(nn.Module):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(width, 4 * width)
+        self.c_proj = nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        fed: Tensor = self.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")))
+        return fed

@@ -25,7 +25,6 @@ class TextOptions(CheckedOptions):
     """What may be chosen about every task that learns a text."""
 
     path: Path | None = option(None, "UTF-8 text file, plain or gzip; without it, Python's standard library")
-    context: int = option(64, "context length in bytes", at_least=1)
     batch_size: int = option(32, "windows of text in a global batch", at_least=1)
     learning_rate: float = option(1e-3, "learning rate of AdamW", above=0)
     evaluation_bytes: int = option(
@@ -33,25 +32,25 @@ class TextOptions(CheckedOptions):
     )
 
 
-def text_task(name: str, model: Callable[[], nn.Module], options: TextOptions) -> Task:
+def text_task(name: str, model: Callable[[], nn.Module], options: TextOptions, context: int) -> Task:
     """Train `model` to predict the next byte of a text file, or of the Python standard library where none is given."""
     text = standard_library_text() if options.path is None else read_text(options.path)
     tokens = encode(text)
     held_out = min(len(tokens) // 10, options.evaluation_bytes)
-    if held_out <= options.context:
+    if held_out <= context:
         raise DataError(
             f"{options.path or 'the standard library'}: of {len(tokens)} bytes of text {held_out} are held out "
             f"for evaluation (evaluation_bytes={options.evaluation_bytes}), too few for one window of "
-            f"context={options.context}; give a longer text or a shorter context"
+            f"context={context}; give a longer text or a shorter context"
         )
     return Task(
         name=name,
         model=model,
         loss=next_byte_loss,
-        data=windows(tokens[:-held_out], options.context),
+        data=windows(tokens[:-held_out], context),
         optimizer=partial(torch.optim.AdamW, lr=options.learning_rate),
         batch_size=options.batch_size,
-        evaluation=windows(tokens[-held_out:], options.context),
+        evaluation=windows(tokens[-held_out:], context),
         metrics={"bits_per_byte": bits_per_byte},
     )
 

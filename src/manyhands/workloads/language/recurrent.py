@@ -28,6 +28,7 @@ __all__ = ["RECURRENT", "RecurrentLayer", "RecurrentNetwork", "RecurrentOptions"
 class RecurrentOptions(TextOptions):
     """What may be chosen about the recurrent task."""
 
+    context: int = option(64, "context length in bytes", at_least=1)
     layers: int = option(2, "stacked LSTM layers", at_least=1, at_most=4)
     width: int = option(128, "features per position and layer", at_least=1)
     learning_rate: float = option(4e-3, "learning rate of AdamW", above=0)
@@ -36,7 +37,7 @@ class RecurrentOptions(TextOptions):
 def recurrent(options: RecurrentOptions | None = None) -> Task:
     """Predict the next byte of a text with LSTMs; each window begins with a state of zeros."""
     options = options or RecurrentOptions()
-    return text_task("recurrent", partial(_model, options), options)
+    return text_task("recurrent", partial(_model, options), options, options.context)
 
 
 def _model(options: RecurrentOptions) -> RecurrentNetwork:

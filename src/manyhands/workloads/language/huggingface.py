@@ -1,0 +1,194 @@
+"""Checkpoints as Hugging Face's transformers reads and writes them: a directory of config.json and model.safetensors.
+
+Our modules have the names of theirs. What differs is said by a `CheckpointLayout`: GPT-2 keeps the weights of its
+linear layers transposed, and old files have other names. Nothing in the files is executed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.data.store.atomic import write_atomically
+from manyhands.data.store.tensorfile import encode_tensors, read_tensors, without_aliases
+from manyhands.errors import UserError
+from manyhands.workloads.exporting import Export, ExportAsked, load, trained_steps
+
+__all__ = [
+    "CheckpointLayout",
+    "HasLayout",
+    "export_huggingface",
+    "fill",
+    "read_sizes",
+    "require_sizes",
+    "write_checkpoint",
+]
+
+_CONFIG, _WEIGHTS = "config.json", "model.safetensors"
+_MOST_CONFIG_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointLayout:
+    """How the checkpoints of one architecture say what ours says otherwise."""
+
+    model_type: str
+    sizes: Mapping[str, str]
+    """The name in config.json of each of our sizes."""
+    feed_forward: str
+    """The name in config.json of the width of the feed-forward layers."""
+    fixed: Mapping[str, Any]
+    """Settings that our model has in one way only; a config that leaves one out means this."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Names of tensors in older files: (pattern, replacement)."""
+    ignored: str = "$."
+    """A pattern of tensors that are left out: buffers, and heads that the model does not have."""
+    transposed: str = "$."
+    """A pattern of matrices that the files have transposed."""
+
+    def name(self, written: str) -> str:
+        for pattern, replacement in self.renamed:
+            written = re.sub(pattern, replacement, written)
+        return written
+
+    def as_written(self, name: str, value: Tensor) -> Tensor:
+        """Our tensor as the files have it, and theirs as ours."""
+        return value.T if value.ndim == 2 and re.search(self.transposed, name) else value
+
+
+@runtime_checkable
+class HasLayout(Protocol):
+    """A model that can be written as a checkpoint."""
+
+    layout: CheckpointLayout
+
+    def config(self) -> Mapping[str, Any]:
+        """What its config.json says besides the layout's own settings: architectures, sizes by our names."""
+
+
+def read_sizes(folder: Path, layout: CheckpointLayout) -> dict[str, int]:
+    """Our sizes of the model whose checkpoint `folder` is; UserError where it is of another architecture."""
+    config = _config(folder)
+    file = folder / _CONFIG
+    for key, wanted in {"model_type": layout.model_type, **layout.fixed}.items():
+        if config.get(key, wanted) != wanted:
+            raise UserError(
+                f"{file}: {key} is {config[key]!r}, but this task's model has {wanted!r}; give another"
+            )
+    found: dict[str, int] = {}
+    for name, key in layout.sizes.items():
+        value = config.get(key)
+        if type(value) is not int or not 0 < value < 1 << 31:
+            raise UserError(f"{file}: {key} is {value!r}; it must be an integer above 0")
+        found[name] = value
+    wide = 4 * found["width"]
+    if config.get(layout.feed_forward) not in (None, wide):
+        raise UserError(
+            f"{file}: {layout.feed_forward} is {config[layout.feed_forward]!r}, but this task's model has four times "
+            f"the width, {wide}; give another"
+        )
+    return found
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    file = folder / _CONFIG
+    try:
+        with file.open("rb") as opened:
+            content = opened.read(_MOST_CONFIG_BYTES + 1)
+        config = json.loads(content) if len(content) <= _MOST_CONFIG_BYTES else None
+    except OSError as error:
+        raise UserError(
+            f"{file} cannot be read: {error.strerror}; give a directory with {_CONFIG} and {_WEIGHTS}"
+        ) from error
+    except (ValueError, RecursionError):
+        config = None
+    if not isinstance(config, dict):
+        raise UserError(f"{file} is not a JSON object; give a directory that transformers wrote")
+    return config
+
+
+def require_sizes(folder: Path, found: Mapping[str, int], wanted: Mapping[str, int]) -> None:
+    """UserError where the checkpoint in `folder` has another size than is wanted."""
+    for name, value in wanted.items():
+        if found[name] != value:
+            raise UserError(
+                f"{name} is {value}, but the checkpoint {folder} has {found[name]}; leave {name} out"
+            )
+
+
+def fill(model: nn.Module, folder: Path, layout: CheckpointLayout, sizes: Mapping[str, int]) -> None:
+    """Copy the weights of a checkpoint into the model; UserError names what does not fit."""
+    require_sizes(folder, read_sizes(folder, layout), sizes)
+    file = folder / _WEIGHTS
+    try:
+        read = read_tensors(file) if file.is_file() else None
+    except ValueError as error:
+        raise UserError(f"{file} {error}; give a directory that transformers wrote") from error
+    if read is None:
+        raise UserError(f"{folder} has no {_WEIGHTS}; give a directory that transformers wrote, in one file")
+    tensors = {layout.name(name): value for name, value in read.items()}
+    wanted = dict(model.named_parameters(remove_duplicate=False))
+    for name, value in tensors.items():
+        if name not in wanted:
+            if re.search(layout.ignored, name):
+                continue
+            raise UserError(
+                f"{file} has a tensor {name}, which this task's model does not have; give another"
+            )
+        mine, theirs = tuple(layout.as_written(name, wanted[name]).shape), tuple(value.shape)
+        if mine != theirs:
+            raise UserError(
+                f"{file}: tensor {name} has shape {theirs}, but the model needs {mine}; give another"
+            )
+    given = {id(wanted[name]) for name in tensors if name in wanted}
+    lacking = next((name for name, parameter in wanted.items() if id(parameter) not in given), None)
+    if lacking is not None:
+        raise UserError(f"{file} has no tensor {lacking}, which this task's model needs; give another")
+    with torch.no_grad():
+        for name, value in tensors.items():
+            if name in wanted:
+                wanted[name].copy_(layout.as_written(name, value))
+
+
+def write_checkpoint(model: nn.Module, folder: Path) -> Path:
+    """Write the directory that `transformers` reads with `from_pretrained(folder)`; returns the file of the weights."""
+    assert isinstance(model, HasLayout)
+    layout, config = model.layout, dict(model.config())
+    sizes = {layout.sizes[name]: config.pop(name) for name in layout.sizes}
+    wide = {layout.feed_forward: 4 * sizes[layout.sizes["width"]]}
+    text = {"model_type": layout.model_type, **config, **sizes, **wide, **layout.fixed, "dtype": "float32"}
+    kept, _ = without_aliases(model.state_dict())
+    tensors = {name: layout.as_written(name, value).float() for name, value in kept.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / _WEIGHTS, encode_tensors(tensors))
+    write_atomically(folder / _CONFIG, [json.dumps(text, indent=2).encode() + b"\n"])
+    return folder / _WEIGHTS
+
+
+def export_huggingface(asked: ExportAsked) -> Export:
+    """Write the newest weights of a run as such a directory, into `out` or RUN/huggingface."""
+    if asked.precision != "fp32" or asked.test is not None:
+        raise UserError("--format huggingface writes single precision: leave --precision and --test out")
+    model = load(asked.run, asked.task)
+    if not isinstance(model, HasLayout):
+        raise UserError(
+            f"--format huggingface: {type(model).__name__} is no model of transformers; train `gpt` or `bert`, or "
+            "leave --format out"
+        )
+    folder = asked.target("huggingface")
+    file = write_checkpoint(model, folder)
+    num_bytes = file.stat().st_size
+    return Export(
+        path=folder,
+        precision="fp32",
+        steps=trained_steps(asked.run, asked.task),
+        num_bytes=num_bytes,
+        full_bytes=num_bytes,
+    )

@@ -1,0 +1,97 @@
+"""Sizes of the models of text, by the names under which they are known, and the options that choose them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import ClassVar
+
+from manyhands.errors import UserError
+from manyhands.workloads.language.huggingface import CheckpointLayout, read_sizes, require_sizes
+from manyhands.workloads.language.next_token import TextOptions
+from manyhands.workloads.task_options import check_options, option
+
+__all__ = ["BERT_PRESETS", "GPT_PRESETS", "ModelSizes", "SizedOptions", "require_positions"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSizes:
+    """What the number of parameters of a transformer follows from; its feed-forward layers are 4·width wide."""
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+    vocabulary: int
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise UserError(f"heads is {self.heads}; it must divide width, which is {self.width}")
+
+
+def require_positions(length: int, context: int) -> None:
+    """UserError where a row of `length` tokens is longer than the positions that a model has."""
+    if length > context:
+        raise UserError(f"a row of {length} tokens is longer than context={context}; give shorter rows")
+
+
+def _sizes(layers: int, width: int, heads: int, context: int, vocabulary: int) -> ModelSizes:
+    return ModelSizes(layers=layers, width=width, heads=heads, context=context, vocabulary=vocabulary)
+
+
+# Radford et al. 2019, table 2; tiny is for bytes.
+GPT_PRESETS = {
+    "tiny": _sizes(2, 128, 4, 64, 256),
+    "gpt2": _sizes(12, 768, 12, 1024, 50257),
+    "gpt2-medium": _sizes(24, 1024, 16, 1024, 50257),
+    "gpt2-large": _sizes(36, 1280, 20, 1024, 50257),
+    "gpt2-xl": _sizes(48, 1600, 25, 1024, 50257),
+}
+# Devlin et al. 2018, section 3; tiny is for bytes and the four special tokens of `bert`.
+BERT_PRESETS = {
+    "tiny": _sizes(2, 128, 4, 64, 260),
+    "bert-base": _sizes(12, 768, 12, 512, 30522),
+    "bert-large": _sizes(24, 1024, 16, 512, 30522),
+}
+
+_PRESET = "the preset's"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SizedOptions(TextOptions):
+    """Options of a model whose sizes are those of a preset or a checkpoint; each may be given instead."""
+
+    presets: ClassVar[Mapping[str, ModelSizes]]
+    layout: ClassVar[CheckpointLayout]
+
+    preset: str = option("tiny", "sizes by name; each may be given instead")
+    context: int | None = option(None, "context length in tokens", at_least=1, shown=_PRESET)
+    layers: int | None = option(None, "transformer blocks", at_least=1, at_most=1000, shown=_PRESET)
+    width: int | None = option(None, "features per position", at_least=1, shown=_PRESET)
+    heads: int | None = option(None, "attention heads; must divide the width", at_least=1, shown=_PRESET)
+    vocabulary: int | None = option(None, "tokens that the model knows", at_least=1, shown=_PRESET)
+    dropout: float = option(0.0, "probability of dropout", at_least=0, below=1)
+    init: Path | None = option(
+        None, "start from this directory: config.json and model.safetensors as Hugging Face writes them"
+    )
+
+    def __post_init__(self) -> None:
+        """Fill in the sizes that were not given, so that a run records all of them."""
+        check_options(self)
+        given = {name: value for name, value in self._given().items() if value is not None}
+        if self.init is not None and len(given) < len(fields(ModelSizes)):
+            found = read_sizes(self.init, self.layout)
+            require_sizes(self.init, found, given)
+        else:
+            found = asdict(self.presets[self.preset])
+        for name, value in {**found, **given}.items():
+            object.__setattr__(self, name, value)
+        ModelSizes(**{**found, **given})  # checked against each other
+
+    @property
+    def sizes(self) -> ModelSizes:
+        return ModelSizes(**self._given())  # type: ignore[arg-type] # all are given once this was made
+
+    def _given(self) -> dict[str, int | None]:
+        return {field.name: getattr(self, field.name) for field in fields(ModelSizes)}
