@@ -16,7 +16,7 @@ html_title = "manyhands"
 html_show_copyright = False
 
 CONTENTS = {
-    "Start": "tour/README concepts tasks choosing plan",
+    "Start": "tour/README concepts tasks language-models choosing plan",
     "Train": "machines callbacks run-directory memory placement own-loop drop-in lightning hugging-face accelerate",
     "Look": "seeing compare studies faults replay simulator",
     "Strategies": "allreduce central parameter-server hogwild local pipeline tensor codecs",

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import manyhands as mh
 from manyhands.cli.main import app
 from manyhands.errors import UserError
+from manyhands.workloads.language.bert import BERT, masked_loss
 from manyhands.workloads.language.gpt import GPT, GPTOptions
 from manyhands.workloads.language.huggingface import fill, write_checkpoint
 from manyhands.workloads.language.presets import GPT_PRESETS
@@ -56,6 +57,30 @@ def test_gpt_computes_and_learns_what_gpt2_does(tmp_path: Path, body_alone: bool
     for one in (theirs, model):
         optimizer = torch.optim.AdamW(one.parameters(), lr=1e-2)
         loss = mean_loss(model(IDS)) if one is model else theirs(IDS, labels=IDS).loss
+        loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS), theirs(IDS).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["BertForMaskedLM", "BertForPreTraining"])
+def test_bert_computes_and_learns_what_theirs_does(tmp_path: Path, kind: str) -> None:
+    """Its own loss with its own labels; what else a checkpoint for pre-training has is left out."""
+    torch.manual_seed(3)
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 128}
+    dropouts = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    config = transformers.BertConfig(**sizes, **dropouts, vocab_size=50, max_position_embeddings=16)
+    written = getattr(transformers, kind)(config)
+    written.save_pretrained(tmp_path)
+    theirs = transformers.BertForMaskedLM.from_pretrained(tmp_path)
+    model = BERT(**SIZES)
+    fill(model, tmp_path, model.layout, asdict(model.sizes))
+    torch.testing.assert_close(model(IDS), theirs(IDS).logits, rtol=0, atol=1e-5)
+    labels = IDS.where(IDS % 3 == 0, -100)
+    for one in (theirs, model):
+        optimizer = torch.optim.AdamW(one.parameters(), lr=1e-2)
+        batch = {"tokens": IDS, "labels": labels}
+        loss = masked_loss(model, batch) if one is model else theirs(IDS, labels=labels).loss
         loss.backward()
         optimizer.step()
     with torch.no_grad():

@@ -21,6 +21,7 @@ from manyhands.data.store.atomic import write_atomically
 from manyhands.errors import ManyhandsError, UserError, first_line, nearest
 from manyhands.serving.opening import open_predictor
 from manyhands.workloads.exporting import Export, ExportAsked, load, recorded_options, trained_steps
+from manyhands.workloads.language.bert import BEGIN, BERT, END, FIRST_BYTE, MASK
 from manyhands.workloads.predictor import ModulePredictor, Predictor, ReadAs
 from manyhands.workloads.tasks.digits import ImageClassifier
 
@@ -28,11 +29,13 @@ __all__ = [
     "MOST_LENGTH",
     "PROGRAM_FILE",
     "ImagePredictor",
+    "MaskFiller",
     "NumberPredictor",
     "Prompt",
     "TextGenerator",
     "export_program",
     "open_images",
+    "open_masked_text",
     "open_numbers",
     "open_text",
 ]
@@ -285,6 +288,63 @@ def open_text(path: Path) -> TextGenerator:
     if type(context) is not int or context < 1:  # the header of an untrusted file
         raise UserError(f"model {path} does not name its context length; export it again")
     return TextGenerator(model, context)
+
+
+class MaskFiller(ModulePredictor[list[str]]):
+    """Fills in the bytes of a text that are masked, for models of `bert`."""
+
+    takes: ClassVar[str] = "text with [MASK] for each byte to fill in"
+
+    def __init__(self, model: BERT) -> None:
+        super().__init__(model)
+        self.context, self.vocabulary = model.sizes.context, model.sizes.vocabulary
+
+    def blocks(self, source: str, read_as: ReadAs) -> Iterator[list[str]]:
+        """Take the text itself, instead of a file."""
+        self.check_read_as(read_as)
+        yield self.inputs([source])
+
+    def inputs(self, values: Sequence[Any]) -> list[str]:
+        for number, text in enumerate(values):
+            if not isinstance(text, str) or "[MASK]" not in text:
+                raise UserError(f"input {number} is {_short(text)}; it must be {self.takes}")
+            if (count := len(_masked_tokens(text))) > self.context:
+                raise UserError(
+                    f"input {number} has {count - 2} bytes; the model takes at most {self.context - 2} at once"
+                )
+        return list(values)
+
+    def together(self, parts: Sequence[list[str]]) -> list[str]:
+        return [text for part in parts for text in part]
+
+    def answers(self, inputs: list[str]) -> list[Any]:
+        return [{"text": self._filled(text)} for text in inputs]
+
+    def _filled(self, text: str) -> str:
+        tokens = torch.tensor(_masked_tokens(text))
+        with torch.inference_mode():
+            scores: Tensor = self.model(tokens[None])[0, :, FIRST_BYTE : FIRST_BYTE + VOCABULARY]
+        found = torch.where(tokens == MASK, scores.argmax(-1), tokens - FIRST_BYTE)[1:-1]
+        return decode(found.numpy())
+
+    @property
+    def example(self) -> Any:
+        return "import num[MASK]y as np"
+
+    def example_batch(self, count: int, seed: int = 0) -> tuple[Tensor]:
+        drawn = torch.Generator().manual_seed(seed)
+        return (torch.randint(0, self.vocabulary, (count, self.context), generator=drawn),)
+
+
+def _masked_tokens(text: str) -> list[int]:
+    known = [[FIRST_BYTE + byte for byte in encode(part).tolist()] for part in text.split("[MASK]")]
+    return [BEGIN, *known[0], *(token for part in known[1:] for token in (MASK, *part)), END]
+
+
+def open_masked_text(path: Path) -> MaskFiller:
+    model = load(path)
+    assert isinstance(model, BERT), "the task of this predictor has such models"
+    return MaskFiller(model)
 
 
 # Export as a `torch.export` program, which runs without manyhands and the model's source. The written file is read back

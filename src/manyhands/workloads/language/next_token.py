@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from manyhands.data.file_reader import encode, read_text, standard_library_text, windows
@@ -17,7 +19,7 @@ from manyhands.errors import DataError
 from manyhands.task import Task
 from manyhands.workloads.task_options import CheckedOptions, option
 
-__all__ = ["TextOptions", "bits_per_byte", "next_byte_loss", "text_task"]
+__all__ = ["TextOptions", "bits_per_byte", "held_out_text", "next_byte_loss", "text_task"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +36,21 @@ class TextOptions(CheckedOptions):
 
 def text_task(name: str, model: Callable[[], nn.Module], options: TextOptions, context: int) -> Task:
     """Train `model` to predict the next byte of a text file, or of the Python standard library where none is given."""
+    tokens, held_out = held_out_text(options, context)
+    return Task(
+        name=name,
+        model=model,
+        loss=next_byte_loss,
+        data=windows(tokens, context),
+        optimizer=partial(torch.optim.AdamW, lr=options.learning_rate),
+        batch_size=options.batch_size,
+        evaluation=windows(held_out, context),
+        metrics={"bits_per_byte": bits_per_byte},
+    )
+
+
+def held_out_text(options: TextOptions, context: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """The bytes to learn from and those held out; DataError where these are too few for one window."""
     text = standard_library_text() if options.path is None else read_text(options.path)
     tokens = encode(text)
     held_out = min(len(tokens) // 10, options.evaluation_bytes)
@@ -43,16 +60,7 @@ def text_task(name: str, model: Callable[[], nn.Module], options: TextOptions, c
             f"for evaluation (evaluation_bytes={options.evaluation_bytes}), too few for one window of "
             f"context={context}; give a longer text or a shorter context"
         )
-    return Task(
-        name=name,
-        model=model,
-        loss=next_byte_loss,
-        data=windows(tokens[:-held_out], context),
-        optimizer=partial(torch.optim.AdamW, lr=options.learning_rate),
-        batch_size=options.batch_size,
-        evaluation=windows(tokens[-held_out:], context),
-        metrics={"bits_per_byte": bits_per_byte},
-    )
+    return tokens[:-held_out], tokens[-held_out:]
 
 
 def next_byte_loss(model: nn.Module, batch: Tensor) -> Tensor:

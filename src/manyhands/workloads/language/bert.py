@@ -1,0 +1,335 @@
+"""BERT (Devlin et al. 2018), a bidirectional transformer that fills in masked tokens; by default of bytes.
+
+Layers are post-norm: norm(x + attention(x)), then norm(x + feed-forward(x)). The output layer shares the weights of the
+embedding. Modules have the names of `BertForMaskedLM` in Hugging Face's transformers, whose checkpoints are read and
+written; see huggingface.py.
+
+A row of bytes is [CLS] bytes [SEP]. As in the paper, 15 % of its bytes are targets, of which 80 % become [MASK], 10 %
+another byte, and 10 % stay. Masks follow from (seed, epoch, row), so they are new in every epoch and the same for any
+workers. Every row has as many targets, so the mean over rows is the mean over tokens, however a batch is split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from manyhands.data.batches import BatchedDataset
+from manyhands.data.file_reader import VOCABULARY
+from manyhands.errors import UserError
+from manyhands.task import Task
+from manyhands.workloads.builtin_task import BuiltinTask
+from manyhands.workloads.language.huggingface import CheckpointLayout, fill
+from manyhands.workloads.language.next_token import held_out_text
+from manyhands.workloads.language.presets import BERT_PRESETS, ModelSizes, SizedOptions, require_positions
+from manyhands.workloads.task_options import option
+from manyhands.workloads.text.masking import IGNORED, Masking
+
+__all__ = ["BERT", "BERT_TASK", "BertOptions", "MaskedBytes", "bert", "masked_accuracy", "masked_loss"]
+
+BERT_LAYOUT = CheckpointLayout(
+    model_type="bert",
+    sizes={
+        "layers": "num_hidden_layers",
+        "width": "hidden_size",
+        "heads": "num_attention_heads",
+        "context": "max_position_embeddings",
+        "vocabulary": "vocab_size",
+    },
+    feed_forward="intermediate_size",
+    fixed={
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-12,
+        "type_vocab_size": 2,
+        "pad_token_id": 0,
+        "is_decoder": False,
+        "add_cross_attention": False,
+        "tie_word_embeddings": True,
+    },
+    renamed=(
+        (r"LayerNorm\.gamma$", "LayerNorm.weight"),  # of files from TensorFlow
+        (r"LayerNorm\.beta$", "LayerNorm.bias"),
+        (r"^cls\.predictions\.bias$", "cls.predictions.decoder.bias"),
+    ),
+    ignored=r"^bert\.pooler\.|^cls\.seq_relationship\.|\.position_ids$",
+)
+
+PADDING, BEGIN, END, MASK = range(4)  # [PAD], [CLS], [SEP], [MASK]; byte b is token FIRST_BYTE + b
+FIRST_BYTE = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BertOptions(SizedOptions):
+    """What may be chosen about `bert`."""
+
+    presets: ClassVar[Mapping[str, ModelSizes]] = BERT_PRESETS
+    layout: ClassVar[CheckpointLayout] = BERT_LAYOUT
+
+    preset: str = option("tiny", "sizes by name; each may be given instead", choices=tuple(BERT_PRESETS))
+    mask_seed: int = option(0, "seed of the masks", at_least=0)
+
+
+def bert(options: BertOptions | None = None) -> Task:
+    """Fill in the masked bytes of a text file, or of the Python standard library where none is given."""
+    options = options or BertOptions()
+    sizes = options.sizes
+    if sizes.context < 3 or sizes.vocabulary < FIRST_BYTE + VOCABULARY:
+        raise UserError(
+            f"context is {sizes.context} and vocabulary {sizes.vocabulary}; rows of bytes need a context of at least "
+            f"3 and a vocabulary of at least {FIRST_BYTE + VOCABULARY}"
+        )
+    text, held_out = held_out_text(options, sizes.context)
+    return Task(
+        name="bert",
+        model=partial(_started, options),
+        loss=masked_loss,
+        data=MaskedBytes(text, sizes.context, options.mask_seed),
+        optimizer=partial(torch.optim.AdamW, lr=options.learning_rate),
+        batch_size=options.batch_size,
+        evaluation=MaskedBytes(held_out, sizes.context, options.mask_seed),
+        metrics={"masked_accuracy": masked_accuracy},
+    )
+
+
+def _model(options: BertOptions) -> BERT:
+    return BERT(**asdict(options.sizes), dropout=options.dropout)
+
+
+def _started(options: BertOptions) -> BERT:
+    model = _model(options)
+    if options.init is not None:
+        fill(model, options.init, BERT_LAYOUT, asdict(options.sizes))
+    return model
+
+
+BERT_TASK = BuiltinTask(
+    name="bert",
+    help="masked bytes of a text, a transformer with the architecture of BERT",
+    options_type=BertOptions,
+    make=bert,
+    model=_model,
+    steps=500,
+)
+
+
+class MaskedBytes(BatchedDataset):
+    """Rows of a text, [CLS] bytes [SEP], masked anew in each epoch: a dict of `tokens` and `labels`."""
+
+    def __init__(self, text: NDArray[np.uint8], length: int, seed: int = 0) -> None:
+        count = length - 2
+        self._rows = text[: len(text) // count * count].reshape(-1, count)
+        self._masking = Masking(
+            mask_id=MASK, vocabulary=FIRST_BYTE + VOCABULARY, special_ids=(PADDING, BEGIN, END), seed=seed
+        )
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def batch(self, indices: NDArray[np.int64], epoch: int) -> dict[str, Tensor]:
+        rows = np.pad(self._rows[indices].astype(np.int64) + FIRST_BYTE, ((0, 0), (1, 1)))
+        rows[:, 0], rows[:, -1] = BEGIN, END
+        masked = self._masking.mask(rows, indices, epoch)
+        return {"tokens": torch.from_numpy(masked.tokens), "labels": torch.from_numpy(masked.labels)}
+
+
+def masked_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Mean cross entropy of the targets of a batch."""
+    scores: Tensor = model(batch["tokens"])
+    return F.cross_entropy(scores.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
+
+
+def masked_accuracy(model: nn.Module, batch: Any) -> Tensor:
+    """The share of the targets that are found."""
+    found, labels = model(batch["tokens"]).argmax(-1), batch["labels"]
+    targets = labels != IGNORED
+    share: Tensor = (found[targets] == labels[targets]).double().mean()
+    return share
+
+
+class BERT(nn.Module):
+    """Scores of the token at every position, which sees all others."""
+
+    layout: ClassVar[CheckpointLayout] = BERT_LAYOUT
+
+    def __init__(
+        self, *, context: int, layers: int, width: int, heads: int, vocabulary: int, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.sizes = ModelSizes(
+            layers=layers, width=width, heads=heads, context=context, vocabulary=vocabulary
+        )
+        self.dropout = dropout
+        self.bert = _BertBody(self.sizes, dropout)
+        self.cls = _Heads(width, vocabulary)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim > 1:
+                nn.init.normal_(parameter, std=0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+        words = self.bert.embeddings.word_embeddings
+        with torch.no_grad():
+            words.weight[PADDING] = 0
+        self.cls.predictions.decoder.weight = words.weight
+
+    def config(self) -> Mapping[str, Any]:
+        """What its checkpoint's config.json says besides the layout's own settings."""
+        dropouts = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), self.dropout)
+        return {"architectures": ["BertForMaskedLM"], **asdict(self.sizes), **dropouts}
+
+    def chain(self) -> Sequence[nn.Module]:
+        return [self.bert.embeddings, *self.bert.encoder.layer, self.cls.predictions]
+
+    def tensor_plan(self) -> dict[str, str]:
+        """How `tensor` slices it: the vocabulary here, the rest as each block says."""
+        return {"bert.embeddings.word_embeddings": "vocabulary", "cls.predictions.decoder": "vocabulary"}
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(batch, time) tokens to (batch, time, vocabulary) scores."""
+        x = tokens
+        for module in self.chain():
+            x = module(x)
+        return x
+
+
+class _BertBody(nn.Module):
+    def __init__(self, sizes: ModelSizes, dropout: float) -> None:
+        super().__init__()
+        self.embeddings, self.encoder = _Embeddings(sizes, dropout), _Encoder(sizes, dropout)
+
+
+class _Encoder(nn.Module):
+    def __init__(self, sizes: ModelSizes, dropout: float) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(
+            BertBlock(width=sizes.width, heads=sizes.heads, dropout=dropout) for _ in range(sizes.layers)
+        )
+
+
+class _Heads(nn.Module):
+    def __init__(self, width: int, vocabulary: int) -> None:
+        super().__init__()
+        self.predictions = _Predictions(width, vocabulary)
+
+
+class _Embeddings(nn.Module):
+    def __init__(self, sizes: ModelSizes, dropout: float) -> None:
+        super().__init__()
+        self.word_embeddings = nn.Embedding(sizes.vocabulary, sizes.width, padding_idx=PADDING)
+        self.position_embeddings = nn.Embedding(sizes.context, sizes.width)
+        self.token_type_embeddings = nn.Embedding(2, sizes.width)
+        self.LayerNorm = nn.LayerNorm(sizes.width, eps=1e-12)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Embed rows of one segment each."""
+        require_positions(tokens.shape[1], self.position_embeddings.num_embeddings)
+        x = self.word_embeddings(tokens) + self.token_type_embeddings.weight[0]
+        x = x + self.position_embeddings.weight[: tokens.shape[1]]
+        embedded: Tensor = self.dropout(self.LayerNorm(x))
+        return embedded
+
+
+class BertBlock(nn.Module):
+    """Self-attention and a feed-forward layer, each added to its input and then normed."""
+
+    def __init__(self, *, width: int, heads: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention = _AddedAttention(width, heads, dropout)
+        self.intermediate = _Intermediate(width)
+        self.output = _AddedOutput(4 * width, width, dropout)
+
+    def tensor_plan(self) -> dict[str, str]:
+        """How `tensor` slices it: some heads, and some features of the feed-forward layer, for each worker."""
+        by_head = {f"attention.self.{name}": f"heads={self.heads}" for name in ("query", "key", "value")}
+        return {
+            **by_head,
+            "attention.output.dense": f"row heads={self.heads}",
+            "intermediate.dense": "column",
+            "output.dense": "row",
+        }
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attention(x)
+        out: Tensor = self.output(self.intermediate(x), x)
+        return out
+
+
+class _AddedAttention(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.self = _SelfAttention(width, heads, dropout)
+        self.output = _AddedOutput(width, width, dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.output(self.self(x), x)
+        return out
+
+
+class _Intermediate(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(width, 4 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.dense(x))
+
+
+class _SelfAttention(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.head_width = width // heads
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        query, key, value = (
+            part(x).view(batch, length, -1, self.head_width).transpose(1, 2)  # a slice has some of the heads
+            for part in (self.query, self.key, self.value)
+        )
+        dropped = self.dropout.p if self.training else 0.0
+        seen = F.scaled_dot_product_attention(query, key, value, dropout_p=dropped)
+        return seen.transpose(1, 2).reshape(batch, length, -1)
+
+
+class _AddedOutput(nn.Module):
+    def __init__(self, features: int, width: int, dropout: float) -> None:
+        super().__init__()
+        self.dense = nn.Linear(features, width)
+        self.LayerNorm = nn.LayerNorm(width, eps=1e-12)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        normed: Tensor = self.LayerNorm(self.dropout(self.dense(x)) + residual)
+        return normed
+
+
+class _Predictions(nn.Module):
+    def __init__(self, width: int, vocabulary: int) -> None:
+        super().__init__()
+        self.transform = _Transform(width)
+        self.decoder = nn.Linear(width, vocabulary)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.decoder(self.transform(x))
+        return scores
+
+
+class _Transform(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(width, width)
+        self.LayerNorm = nn.LayerNorm(width, eps=1e-12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed: Tensor = self.LayerNorm(F.gelu(self.dense(x)))
+        return normed
