@@ -69,10 +69,11 @@ def servers(way: str) -> int:
 def formula_bytes(way: str, num_bytes: float) -> tuple[float, float]:
     """What the workers' host sends and receives in a step: each gradient, and parameters for each.
 
-    Ray's store has what all workers read alike once.
+    In synchronous steps `ps` sends one sum, and both fetch once what all workers read.
     """
-    pulled = 1 if way.startswith("ray actor sync") else exchanges(way)
-    return exchanges(way) * num_bytes, pulled * num_bytes
+    pushed = 1 if way.startswith("ps sync") else exchanges(way)
+    pulled = 1 if way.startswith(("ps sync", "ray actor sync")) else exchanges(way)
+    return pushed * num_bytes, pulled * num_bytes
 
 
 class CableMeter:

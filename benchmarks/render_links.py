@@ -148,10 +148,11 @@ def ray_actor() -> str:
                 *(f"{num_bytes / 1e6:.2f} MB" for num_bytes in crossed),
             ]
         )
+    rounds = f"medians of {result['rounds']} rounds" if result["rounds"] > 1 else "one round"
     about = (
         f"Parameters on one host, {result['workers']} workers on another ({result['cores']} cores in all), a cable of "
-        f"{result['rate']}, {result['gradient_bytes'] / 1e6:.1f} MB of gradients, medians of {result['rounds']} "
-        f"rounds, Ray {result['ray']}, load {result['load_before']:.1f} when it began."
+        f"{result['rate']}, {result['gradient_bytes'] / 1e6:.1f} MB of gradients, {rounds}, Ray "
+        f"{result['ray']}, load {result['load_before']:.1f} when it began."
     )
     return f"{about}\n\n{markdown(table)}"
 
