@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
+import random
+import select
 import shutil
 import socket
+import struct
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,6 +26,8 @@ _ON_HOST = Path(__file__).with_name("on_host.py")
 _CLONE_NEWNET = 0x40000000
 _ALL_PROTOCOLS = 0x0003
 _SO_RCVBUFFORCE = 33
+_TUNSETIFF, _IFF_TAP, _IFF_NO_PI = 0x400454CA, 0x2, 0x1000  # linux/if_tun.h
+_FRAME = 1 << 16
 NOWHERE = "02:00:00:00:00:99"
 
 
@@ -183,3 +191,63 @@ def switched_hosts(count: int) -> Iterator[Switched]:
             for device in ("cable", "lo"):
                 ip("-n", name, "link", "set", device, "up")
         yield Switched(names)
+
+
+class BadCable:
+    """Two hosts whose cable is a thread of this process: it carries each frame late, or loses it; a context manager."""
+
+    def __init__(self) -> None:
+        self.hosts = Hosts((f"manyhands-c-{os.getpid()}", f"manyhands-d-{os.getpid()}"))
+        self.lost = 0.0  # the share of frames
+        self.bytes_per_s = 0.0  # 0: as fast as it can
+        self.dropped = 0
+        self._dice = random.Random(0)
+        self._ends: list[int] = []
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._carry, name="cable")
+
+    def __enter__(self) -> Self:
+        for number, name in enumerate(self.hosts.names, start=1):
+            _ip("netns", "add", name)
+            with standing_on(name):
+                end = os.open("/dev/net/tun", os.O_RDWR)
+                fcntl.ioctl(end, _TUNSETIFF, struct.pack("16sH22x", b"cable", _IFF_TAP | _IFF_NO_PI))
+            self._ends.append(end)
+            _ip("-n", name, "address", "add", f"10.231.77.{number}/24", "dev", "cable")
+            for device in ("cable", "lo"):
+                _ip("-n", name, "link", "set", device, "up")
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+        for end in self._ends:
+            os.close(end)
+        for name in self.hosts.names:
+            _ip("netns", "del", name)
+
+    def _carry(self) -> None:
+        other = dict(zip(self._ends, reversed(self._ends), strict=True))
+        while not self._stopped.is_set():
+            for end in select.select(self._ends, [], [], 0.1)[0]:
+                frame = os.read(end, _FRAME)
+                if self._dice.random() < self.lost:
+                    self.dropped += 1
+                    continue
+                if self.bytes_per_s:
+                    time.sleep(len(frame) / self.bytes_per_s)
+                os.write(other[end], frame)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, timeout=60)
+
+
+@pytest.fixture
+def bad_cable() -> Iterator[BadCable]:
+    """Gone after the test."""
+    if os.geteuid() != 0 or not Path("/dev/net/tun").exists():
+        pytest.skip("a cable of one's own needs root and /dev/net/tun")
+    with BadCable() as made:
+        yield made

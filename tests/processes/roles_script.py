@@ -1,7 +1,7 @@
 """A script that calls `mh.fit` and is one role of a run: `roles_script.py STRATEGY STEPS [name=value …]`.
 
     out=DIRECTORY  task=NAME  pause=SECONDS of every step  timeout=SECONDS  resume=yes  insecure=yes
-    tls=FOLDER  workers=N  check=STEPS between two comparisons
+    tls=FOLDER  workers=N  check=STEPS between two comparisons  width=N of the hidden layer
     hold=FILE while which is there a step takes a second longer
 
 Prints a digest of the weights that it got.
@@ -24,7 +24,7 @@ from manyhands.errors import ManyhandsError
 def main(strategy: str, steps: str, *asked: str) -> None:
     settings = dict(word.split("=", 1) for word in asked)
     pause_s, hold = float(settings.get("pause", "0")), Path(settings.get("hold", "/nowhere"))
-    generator = torch.Generator().manual_seed(7)
+    width, generator = int(settings.get("width", "16")), torch.Generator().manual_seed(7)
     x = torch.randn(256, 8, generator=generator, dtype=torch.float64)
     y = x @ torch.randn(8, 3, generator=generator, dtype=torch.float64)
 
@@ -33,7 +33,7 @@ def main(strategy: str, steps: str, *asked: str) -> None:
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
     task = mh.Task(
-        model=lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).double(),
+        model=lambda: nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 3)).double(),
         loss=loss,
         data=list(zip(x, y, strict=True)),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),

@@ -1,4 +1,4 @@
-"""Two hosts for minutes, most under `allreduce`: a cable that goes dead, a stopped process, TLS on every link."""
+"""Two hosts for minutes: a cable that goes dead or loses packets, a stopped process, TLS on every link."""
 
 from __future__ import annotations
 
@@ -14,17 +14,32 @@ from pathlib import Path
 import pytest
 
 from certificates import HOSTS, folders
-from hosts import Hosts, Wiretap, two_hosts
+from hosts import BadCable, Hosts, Wiretap, bad_cable, two_hosts
 from manyhands.data.store.rundir import RunDirectory
 from roles import Cluster, cluster, free_ports
 
-__all__ = ["two_hosts"]
+__all__ = ["bad_cable", "two_hosts"]
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
 SCRIPT = Path(__file__).parents[1] / "processes" / "roles_script.py"
 NOTICED_S = 5.0
 REPORT_S = 20.0
+LOST = 0.01
+BYTES_PER_S = 5e6
+WAYS = {
+    "hierarchical": ("allreduce", False),
+    "hierarchical, tls": ("allreduce", True),
+    "ring": ("allreduce algorithm=ring", False),
+    "compressed": ("allreduce link=tcp codec=int8", False),
+    "central": ("central", False),
+    "sharded": ("sharded", False),
+    "pipeline": ("pipeline stages=2", False),
+    "local": ("local steps=2", False),
+    "ps": ("ps", False),
+    "ps, tls": ("ps", True),
+}
+"""Strategies by what carries them, and whether under TLS."""
 
 
 def start_ranks(ranks: Cluster, hosts: Hosts, placed: Sequence[int], words: Sequence[Sequence[str]]) -> None:
@@ -47,15 +62,29 @@ def reported_silent(text: str) -> list[tuple[int, str, float]]:
     return [(int(rank), address, float(seconds)) for rank, address, seconds in found]
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", "central", "local steps=2"])
+@pytest.mark.parametrize(
+    ("strategy", "secure"),
+    [
+        ("allreduce", False),
+        ("allreduce", True),
+        ("central", False),
+        ("sharded", False),
+        ("pipeline stages=2", False),
+        ("local steps=2", False),
+    ],
+)
 def test_a_cable_that_goes_dead_is_named_on_both_sides_and_the_run_is_resumed(
-    strategy: str, two_hosts: Hosts, tmp_path: Path
+    strategy: str, secure: bool, two_hosts: Hosts, tmp_path: Path
 ) -> None:
     """Every rank ends with a sentence within seconds, and the run goes on from its checkpoint, to the same weights."""
-    run = tmp_path / "run"
-    words = [strategy, "300", "pause=0.05", "insecure=yes", f"out={run}"]
+    run, placed = tmp_path / "run", (0, 0, 1, 1)
+    safe = [f"tls={folders() / HOSTS[host]}" if secure else "insecure=yes" for host in placed]
+
+    def start(steps: int, *words: str) -> None:
+        start_ranks(ranks, two_hosts, placed, [[strategy, str(steps), *words, one] for one in safe])
+
     with cluster(tmp_path, {}) as ranks:
-        start_ranks(ranks, two_hosts, (0, 0, 1, 1), [words] * 4)
+        start(300, "pause=0.05", f"out={run}")
         ranks.wait_for(lambda: steps_done(run) > 40, "step 40")
         for host in (0, 1):
             two_hosts.cut(host)
@@ -82,10 +111,10 @@ def test_a_cable_that_goes_dead_is_named_on_both_sides_and_the_run_is_resumed(
     assert saved >= 20
     two_hosts.heal()
     with cluster(tmp_path, {}) as ranks:
-        start_ranks(ranks, two_hosts, (0, 0, 1, 1), [[*words[:1], "80", *words[2:], "resume=yes"]] * 4)
+        start(80, "pause=0.05", f"out={run}", "resume=yes")
         assert [one.ended() for one in ranks.roles.values()] == [0] * 4, ranks.report()
         resumed = {one.said.split("weights ")[1].split()[0] for one in ranks.roles.values()}
-        start_ranks(ranks, two_hosts, (0, 0, 1, 1), [[strategy, "80", "insecure=yes"]] * 4)
+        start(80)
         assert [one.ended() for one in ranks.roles.values()] == [0] * 4, ranks.report()
         whole = {one.said.split("weights ")[1].split()[0] for one in ranks.roles.values()}
     assert resumed == whole
@@ -161,3 +190,38 @@ def local_weights(folder: Path, steps: str) -> str:
         )
         assert alone.roles["alone", 0].ended() == 0, alone.report()
         return alone.roles["alone", 0].said.split("weights ")[1].split()[0]
+
+
+def weights_of(folder: Path, bad: BadCable, strategy: str, *, secure: bool, trouble: bool) -> set[str]:
+    """Of all ranks at the end; with `trouble`, of a run in which the cable gets worse and worse."""
+    bad.lost = bad.bytes_per_s = 0.0
+    run, placed = folder / ("troubled" if trouble else "quiet"), (0, 0, 1, 1)
+    words = [strategy, "60", f"out={run}", "width=20000"]
+    safe = [f"tls={folders() / HOSTS[host]}" if secure else "insecure=yes" for host in placed]
+    with cluster(folder, {}) as ranks:
+        start_ranks(ranks, bad.hosts, placed, [[*words, one] for one in safe])
+        if trouble:
+            ranks.wait_for(lambda: steps_done(run) >= 10, "step 10")
+            bad.lost = LOST
+            ranks.wait_for(lambda: steps_done(run) >= 25, "step 25")
+            bad.bytes_per_s = BYTES_PER_S
+            ranks.wait_for(lambda: steps_done(run) >= 40, "step 40")
+            assert bad.dropped > 5, "packets were lost"
+            bad.lost = bad.bytes_per_s = 0.0
+        assert [one.ended() for one in ranks.roles.values()] == [0] * 4, ranks.report()
+        return {
+            one.said.split("weights ")[1].split()[0] for one in ranks.roles.values() if "weights " in one.said
+        }
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_lost_packets_and_a_slow_cable_cost_time_and_change_no_bit(
+    way: str, bad_cable: BadCable, tmp_path: Path
+) -> None:
+    strategy, secure = WAYS[way]
+    quiet = weights_of(tmp_path, bad_cable, strategy, secure=secure, trouble=False)
+    began = time.monotonic()
+    troubled = weights_of(tmp_path, bad_cable, strategy, secure=secure, trouble=True)
+    print(f"{way}: {bad_cable.dropped} frames were lost, {time.monotonic() - began:.1f} s")
+    assert troubled == quiet
+    assert len(quiet) == 1
