@@ -3,12 +3,13 @@
     python benchmarks/plan.py --workers 2 --json benchmarks/results/plan-2.json
 
 For each task and number of workers, in several rounds: what `manyhands plan` does (the task is measured, every plan is
-predicted), and then each plan is run for a moment. A prediction is held against what was seen in its own round. The
-choice, and what `--verify` would make of it, is the first round's, and is judged by the others. What was seen of the
-first tasks corrects the predictions of the others, as it does for a user who verifies plans; nothing else is fitted.
+predicted), and then each plan is run for a moment. A prediction is held against what was seen in its own round. What
+was seen of the first tasks corrects the predictions of the others, as it does for a user who verifies plans; nothing
+else is fitted. Beside the predictions stands a null model: a step takes the time of `single` divided by the workers.
 
-Beside the predictions stands a null model: a step takes the time of `single` divided by the workers. Beside the choices
-stand two rules: always `mirrored`, and always `single`.
+Each round also chooses, and is judged by the other rounds: by its prediction alone; by the prediction and a trial of
+the best few, as `auto` and `--verify` do; by a trial of every plan, whose regret is the machine's own unrest; and by
+two rules, always `mirrored` and always `single`.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ import json
 import math
 import os
 import platform
+import shutil
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +35,7 @@ import torch
 import manyhands as mh
 from manyhands.errors import ManyhandsError, UserError, first_line
 from manyhands.foresight.plan.machine_record import MachineRecord
-from manyhands.foresight.plan.plan_search import PlanRow
+from manyhands.foresight.plan.plan_search import PlanRow, worth_trying
 from manyhands.foresight.plan.planning import PlanRequirements, TaskPlan, plan
 from manyhands.foresight.plan.step_costs import try_steps
 from manyhands.foresight.plan.track_record import SeenStep, cost_class
@@ -40,6 +44,7 @@ from manyhands.strategy import Strategy
 from plan_tasks import HELD_OUT, SEEN
 
 LIKELY = 3  # plans that `--verify 3` tries
+WAYS = ("predicted", "tried", "all_tried", "mirrored", "single")  # to choose
 
 
 def say(text: str) -> None:
@@ -60,7 +65,11 @@ class Round:
 
 def measured(task: mh.Task, workers: int, asked: argparse.Namespace) -> Round:
     """Predict every plan, and run each for a moment: a machine is not as fast a minute later."""
-    found = plan(task, workers=workers, required=PlanRequirements(must="none"), device=asked.device)
+    required = PlanRequirements(must="none")
+    if asked.strategies:
+        texts = tuple(text.strip() for text in asked.strategies.split(";") if text.strip())
+        required = replace(required, strategies=texts)
+    found = plan(task, workers=workers, required=required, device=asked.device)
     seen: dict[str, float] = {}
     for row in found.ranked.rows:
         if row.predicted is None or not row.is_open:
@@ -103,31 +112,33 @@ def left_by(limits: dict[str, Any], found: TaskPlan) -> list[PlanRow]:
 
 
 def choices(rounds: Sequence[Round], texts: Sequence[str]) -> list[dict[str, Any]]:
-    """Of each constraint: what the first round's plan chooses, judged by all other rounds."""
-    first, others = rounds[0], rounds[1:]
-    truth = {text: statistics.median(one.seen[text] for one in others) for text in texts}
+    """Of each constraint and round: what each way of choosing takes by that round, judged by all other rounds."""
     told = []
-    for name, limits in constraints(first.found):
-        left = [str(row.strategy) for row in left_by(limits, first.found) if str(row.strategy) in truth]
-        if len(left) < 2:
-            continue
-        best = min(left, key=lambda text: truth[text])
-        tried = min(left[:LIKELY], key=lambda text: first.seen[text])
-        told.append(
-            {
-                "constraint": name,
-                "plans": len(left),
-                "best": best,
-                "predicted": left[0],
-                "regret": round(truth[left[0]] / truth[best] - 1, 4),
-                "verified": tried,
-                "verified_regret": round(truth[tried] / truth[best] - 1, 4),
-                **{
-                    f"{rule}_regret": round(truth[rule] / truth[best] - 1, 4) if rule in left else None
-                    for rule in ("mirrored", "single")
-                },
+    for number, one in enumerate(rounds):
+        others = [other for other in rounds if other is not one]
+        truth = {text: statistics.median(other.seen[text] for other in others) for text in texts}
+        for name, limits in constraints(one.found):
+            left = [row for row in left_by(limits, one.found) if str(row.strategy) in truth]
+            if len(left) < 2:
+                continue
+            names = [str(row.strategy) for row in left]
+            best = min(names, key=lambda text: truth[text])
+            likely = [str(row.strategy) for row in worth_trying(left, LIKELY)]
+            taken = {
+                "predicted": names[0],
+                "tried": min(likely, key=lambda text: one.seen[text]),
+                "all_tried": min(names, key=lambda text: one.seen[text]),
+                **{rule: rule if rule in names else None for rule in ("mirrored", "single")},
             }
-        )
+            told.append(
+                {"constraint": name, "round": number, "plans": len(left), "best": best, "taken": taken}
+                | {
+                    "regret": {
+                        way: None if text is None else round(truth[text] / truth[best] - 1, 4)
+                        for way, text in taken.items()
+                    }
+                }
+            )
     return told
 
 
@@ -153,6 +164,7 @@ def row_of(rounds: Sequence[Round], text: str) -> dict[str, Any]:
         "predicted_ms": round(1e3 * statistics.median(row.seconds or 0.0 for row in rows), 4),
         "uncorrected_ms": round(1e3 * statistics.median(row.uncorrected_s for row in rows), 4),
         "seen_ms": round(1e3 * statistics.median(seen), 4),
+        "seen_rounds_ms": [round(1e3 * one, 4) for one in seen],
         "spread": round(max(seen) / min(seen) - 1, 4),
         "error": median_error([row.seconds or 0.0 for row in rows]),
         "said_error": round(rows[0].error, 4),
@@ -184,22 +196,29 @@ def summary(cases: list[dict[str, Any]]) -> dict[str, Any]:
             "worst": found[-1],
         }
 
-    def regrets(name: str) -> dict[str, float]:
+    def regrets(way: str) -> dict[str, float]:
         # Where a rule's strategy is not allowed it has no choice at all: that case counts against it.
-        found = [one[name] if one[name] is not None else math.inf for one in picks]
+        found = [math.inf if (regret := one["regret"][way]) is None else regret for one in picks]
         within = statistics.mean(one <= 0.05 for one in found)
-        return {"within_5_percent": within, "worst": max(one for one in found if one < math.inf)}
+        return {
+            "within_5_percent": within,
+            "within_noise": statistics.mean(one <= max(0.05, noise) for one in found),
+            "worst": max(one for one in found if one < math.inf),
+        }
 
+    # A plan beside itself: how far one round is from another one, in the median.
+    again = [
+        abs(math.log(one / other)) for row in rows for one, other in combinations(row["seen_rounds_ms"], 2)
+    ]
+    noise = math.expm1(statistics.median(again))
     return {
         "predictions": len(rows),
         "error": errors("error"),
         "null": errors("null_error"),
         "covered": statistics.mean(abs(one["error"]) <= one["said_error"] for one in rows),
+        "repeat_noise": round(noise, 4),
         "choices": len(picks),
-        "regret": regrets("regret"),
-        "verified": regrets("verified_regret"),
-        "mirrored": regrets("mirrored_regret"),
-        "single": regrets("single_regret"),
+        "regret": {way: regrets(way) for way in WAYS},
     }
 
 
@@ -211,9 +230,10 @@ def show(found: dict[str, Any]) -> None:
             f"{one['error']:>+9.1%}{one['null_error']:>+9.1%} (null)"
         )
     for one in found["choices"]:
+        taken, regret = one["taken"], one["regret"]
         print(
-            f"  {one['constraint']}: {one['predicted']} ({one['regret']:+.1%}), verified {one['verified']} "
-            f"({one['verified_regret']:+.1%}), best {one['best']}"
+            f"  {one['constraint']}, round {one['round']}: {taken['predicted']} ({regret['predicted']:+.1%}), tried "
+            f"{taken['tried']} ({regret['tried']:+.1%}), best {one['best']}"
         )
     sys.stdout.flush()
 
@@ -222,27 +242,55 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--workers", default="2", help="numbers, separated by commas")
     parser.add_argument("--tasks", default=",".join((*SEEN, *HELD_OUT)))
+    parser.add_argument(
+        "--strategies", help="separated by semicolons, with single and mirrored; default: all"
+    )
     parser.add_argument("--seconds", type=float, default=0.6, help="of each run")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/plan-2.json"))
+    parser.add_argument("--add", action="store_true", help="keep what the file has of other tasks")
+    parser.add_argument("--cache", type=Path, help="what the machine remembers; without it, nothing yet")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="tasks that would end later are left out"
+    )
     asked = parser.parse_args()
-    built, cases = {**SEEN, **HELD_OUT}, []
-    folder = tempfile.TemporaryDirectory(prefix="manyhands-plan-")
-    os.environ["XDG_CACHE_HOME"] = folder.name  # what this machine remembers, from here on, is this run's
-    for workers in map(int, asked.workers.split(",")):
-        for name in asked.tasks.split(","):
-            try:
-                cases.append(case(name, built[name](), workers, asked))
-            except UserError as error:
-                say(f"{name}: {error}")
-                continue
-            show(cases[-1])
-            keep(cases, asked)
-            if name in SEEN:  # as `--verify` does: what was seen corrects what is predicted next
-                remember(cases[-1])
+    names, cases = asked.tasks.split(","), list[dict[str, Any]]()
+    if asked.add and asked.json.exists():
+        cases = [one for one in json.loads(asked.json.read_text())["cases"] if one["task"] not in names]
+    with tempfile.TemporaryDirectory(prefix="manyhands-plan-") as folder:
+        remember_in(asked.cache.resolve() if asked.cache else Path(folder))
+        measure_all(names, asked, cases)
     told = keep(cases, asked)
     print(json.dumps({name: told[name] for name in ("held_out", "all")}, indent=1))
+
+
+def remember_in(folder: Path) -> None:
+    """Keep what this machine learns of plans in a folder of its own; compiled kernels are those there are."""
+    known = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "manyhands" / "kernels"
+    if known.is_dir():
+        shutil.copytree(known, folder / "manyhands" / "kernels", dirs_exist_ok=True)
+    os.environ["XDG_CACHE_HOME"] = str(folder)
+
+
+def measure_all(names: Sequence[str], asked: argparse.Namespace, cases: list[dict[str, Any]]) -> None:
+    """Add a case for each number of workers and task, as far as the time allows."""
+    built, began, latest_s = {**SEEN, **HELD_OUT}, time.monotonic(), 0.0
+    for workers, name in product(map(int, asked.workers.split(",")), names):
+        begin = time.monotonic()
+        if begin - began + latest_s > 60 * asked.minutes:
+            say(f"{name} on {workers}: no time left")
+            continue
+        try:
+            cases.append(case(name, built[name](), workers, asked))
+        except UserError as error:
+            say(f"{name}: {error}")
+            continue
+        latest_s = time.monotonic() - begin
+        show(cases[-1])
+        keep(cases, asked)
+        if name in SEEN:  # as `--verify` does: what was seen corrects what is predicted next
+            remember(cases[-1])
 
 
 def keep(cases: list[dict[str, Any]], asked: argparse.Namespace) -> dict[str, Any]:
@@ -255,6 +303,7 @@ def keep(cases: list[dict[str, Any]], asked: argparse.Namespace) -> dict[str, An
         "device": asked.device,
         "seconds": asked.seconds,
         "rounds": asked.rounds,
+        "tried": f"{LIKELY} plans, the best of each kind first, as `--verify {LIKELY}` and `auto` make it",
         "held_out": summary(held_out) if held_out else None,
         "all": summary(cases),
         "cases": cases,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from results_read import RENAMED, RESULTS, load, markdown
+from results_read import RESULTS, load, markdown
 
 __all__ = ["auto_speed", "plan_errors"]
 
@@ -27,7 +27,7 @@ def plan_errors() -> str:
             "worst",
             "null model",
             "chosen, over the best",
-            "verified",
+            "of 3 tried",
             "`mirrored`",
         ]
     ]
@@ -46,34 +46,58 @@ def _sentence(result: dict[str, Any]) -> str:
             f"{_percent(held_out['error']['p90'])}, by the null model {_percent(held_out['null']['median'])} and "
             f"{_percent(held_out['null']['p90'])}."
         )
-    error, null, picks = told["error"], told["null"], ("regret", "verified", "mirrored")
-    within = [_percent(told[name]["within_5_percent"]) for name in picks]
-    worst = [_percent(told[name]["worst"]) for name in picks]
+    error, null, regret = told["error"], told["null"], told["regret"]
+    words = {
+        "predicted": "by the prediction alone",
+        "tried": f"by a trial of {result.get('tried', 'the three fastest')}",
+        "all_tried": "by a trial of every plan",
+        "mirrored": "by always taking `mirrored`",
+        "single": "by always taking `single`",
+    }
+    ways = [
+        f"{text} {_percent(regret[way]['within_5_percent'])} (the worst {_percent(regret[way]['worst'])})"
+        for way, text in words.items()
+        if way in regret
+    ]
     return (
         f"On {result['cores']} cores, {told['predictions']} predictions in {result['rounds']} rounds: the median error "
         f"of a step's time is {_percent(error['median'])}, nine of ten are within {_percent(error['p90'])}; the ± that "
         f"was said held for {_percent(told['covered'])}. The null model, the time of `single` divided by the workers, "
-        f"is wrong by {_percent(null['median'])} in the median.{apart} Of {told['choices']} choices (up to six "
-        f"constraints for a task), {within[0]} are within 5 % of the best plan that was seen, by `--verify 3` "
-        f"{within[1]}, by always taking `mirrored` {within[2]}; the worst are {worst[0]}, {worst[1]} and {worst[2]} "
-        "slower."
+        f"is wrong by {_percent(null['median'])} in the median.{apart}\n\n"
+        f"Choices of one round, under up to six constraints for a task, judged by the other rounds: of "
+        f"{told['choices']}, these are within 5 % of the best plan that was seen: {'; '.join(ways)}.{_noise(told)}"
+    )
+
+
+def _noise(told: dict[str, Any]) -> str:
+    """How far a plan is from itself, and what of the choices is no further from the best."""
+    if "repeat_noise" not in told:
+        return ""
+    ties = [_percent(told["regret"][way]["within_noise"]) for way in ("predicted", "tried")]
+    return (
+        f" The same plan differs by {_percent(told['repeat_noise'])} from round to round, in the median; where so much "
+        f"is a tie, {ties[0]} of the predicted and {ties[1]} of the tried choices are the best."
     )
 
 
 def _case_row(case: dict[str, Any], cores: int) -> list[str]:
     errors = sorted(abs(row["error"]) for row in case["rows"])
-    equal = next(one for one in case["choices"] if one["constraint"] == "equal")
-    mirrored = equal["mirrored_regret"]
+    equal = [one for one in case["choices"] if one["constraint"] == "equal"]
+
+    def chosen(way: str) -> str:
+        names = dict.fromkeys(f"`{one['taken'][way]}`" for one in equal)
+        return f"{', '.join(names)} {_percent(max(one['regret'][way] for one in equal))}"
+
     return [
-        f"{RENAMED.get(case['task'], case['task'])}, {case['workers']} on {cores}",
+        f"{case['task']}, {case['workers']} on {cores}",
         str(len(errors)),
         _percent(statistics.median(errors)),
         _percent(errors[-(-9 * len(errors) // 10) - 1]),
         _percent(errors[-1]),
         _percent(statistics.median(abs(row["null_error"]) for row in case["rows"])),
-        f"`{equal['predicted']}` {_percent(equal['regret'])}",
-        f"`{equal['verified']}` {_percent(equal['verified_regret'])}",
-        "–" if mirrored is None else _percent(mirrored),
+        chosen("predicted"),
+        chosen("tried"),
+        _percent(max(one["regret"]["mirrored"] for one in equal)),
     ]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from manyhands.data.batches import BatchPlan
 from manyhands.errors import UserError, first_line
-from manyhands.facts import Machines, TaskProfile
+from manyhands.facts import Machines, StepCosts, TaskProfile
 from manyhands.foresight.estimate import Estimate, estimate, refusal
 from manyhands.foresight.plan.described_cluster import DescribedCluster
 from manyhands.foresight.plan.device_profile import device_profile
@@ -171,7 +171,7 @@ class _Asked:
         profile_of = self._profile_of(found, profiles)
         for count in counts:
             profile_of(count, count)
-        machines_of = self._machines(record) if cluster.measured else cluster.of_workers
+        machines_of = self._machines(record, counts) if cluster.measured else cluster.of_workers
         pairs = record.pairs(max(counts)) if cluster.measured else ()
         question = Question(
             profile_of=profile_of,
@@ -211,15 +211,19 @@ class _Asked:
             return lambda _workers, _processes: by_roofline
         return lambda _workers, _processes: profiles.of(1, 1)  # of other machines, this one as a whole
 
-    def _machines(self, record: MachineRecord) -> Callable[[int], Machines]:
+    def _machines(self, record: MachineRecord, counts: Sequence[int]) -> Callable[[int], Machines]:
         @cache
-        def here(workers: int) -> Machines:
+        def costs_of(workers: int) -> dict[str, StepCosts]:
             machines = Machines(per_host=workers)
             costs = record.costs(workers)
             if costs is None:
                 costs = measured_costs(machines, self.say, device=self.device)
                 record.keep_costs(workers, costs)
-            return replace(machines, costs={**usual_costs(machines), **costs})
+            return {**usual_costs(machines), **costs}
+
+        def here(workers: int) -> Machines:
+            """With the costs of the workers that were asked for, among which those of `single` are."""
+            return Machines(per_host=workers, costs=costs_of(workers if workers in counts else max(counts)))
 
         return here
 

@@ -65,8 +65,14 @@ def is_chain(model: nn.Module) -> bool:
 
 def places_of_units(traced: TracedModel) -> list[int]:
     """Where in the chain each unit of the model is used first; the chain's modules without parameters have none."""
-    first = places_of_parameters(traced)
-    return [min(first.get(id(one), 0) for one in unit.parameters) for unit in units_of(traced.model)]
+    key = "places of units"
+    if key not in traced.played:
+        first = places_of_parameters(traced)
+        traced.played[key] = [
+            min(first.get(id(one), 0) for one in unit.parameters) for unit in units_of(traced.model)
+        ]
+    found: list[int] = traced.played[key]
+    return found
 
 
 def places_of_parameters(traced: TracedModel) -> dict[int, int]:
