@@ -57,6 +57,18 @@ def test_every_run_of_a_process_is_compiled() -> None:
             assert counters["stats"]["unique_graphs"] == 1
 
 
+def test_a_loss_that_was_sent_to_a_worker_is_called_with_a_compiled_model() -> None:
+    counters.clear()
+    elsewhere: dict[str, object] = {"__name__": "__main__"}  # as a script's functions arrive
+    exec("def loss(model, batch): return model(batch).sum()", elsewhere)
+    model = nn.Linear(6, 3)
+    loss = compiled_loss(elsewhere["loss"], backend="eager")  # type: ignore[arg-type]
+    expected = model(torch.ones(2, 6)).sum()
+    for _ in range(2):
+        assert torch.equal(loss(model, torch.ones(2, 6)), expected)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
 def test_evaluation_batches_are_no_larger_than_micro_batches() -> None:
     sizes = []
 

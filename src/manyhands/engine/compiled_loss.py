@@ -6,9 +6,10 @@ without being written in float32 first. The model itself stays as it is, with it
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,9 @@ def compiles(asked: bool | None, device: torch.device) -> bool:
 
 
 def compiled_loss(loss: Loss, backend: str = "inductor") -> Loss:
+    if not _stands_in_its_module(loss):
+        return _with_compiled_model(loss, backend)
+
     def of_batch(model: nn.Module, batch: Any) -> Tensor:
         return loss(model, batch)
 
@@ -37,3 +41,20 @@ def compiled_loss(loss: Loss, backend: str = "inductor") -> Loss:
     own = FunctionType(code, of_batch.__globals__, of_batch.__name__, None, of_batch.__closure__)
     compiled: Loss = torch.compile(own, backend=backend)
     return compiled
+
+
+def _stands_in_its_module(loss: Loss) -> bool:
+    """Not so in a worker to which a function of a script was sent: torch looks up its names in another `__main__`."""
+    module = sys.modules.get(getattr(loss, "__module__", None) or "")
+    return getattr(loss, "__globals__", None) is None or loss.__globals__ is vars(module or sys)
+
+
+def _with_compiled_model(loss: Loss, backend: str) -> Loss:
+    compiled: dict[nn.Module, Callable[..., Any]] = {}
+
+    def of_batch(model: nn.Module, batch: Any) -> Tensor:
+        if model not in compiled:
+            compiled[model] = torch.compile(model, backend=backend)
+        return loss(cast(nn.Module, compiled[model]), batch)
+
+    return of_batch

@@ -85,8 +85,8 @@ class Options:
     """Compute in bfloat16 where torch's autocast finds that safe; `float16`: in that, with a loss that is scaled as by
     torch's `GradScaler`, whose row says `skipped` where a step was left out."""
     compile: bool | None = None
-    """Let torch.compile make one faster program of the model and the loss; None: on a GPU, where every worker has the
-    whole model. It costs up to a minute at the first step."""
+    """Let torch.compile make one faster program of the model and the loss; None: under `single` on a GPU. It costs up
+    to a minute at the first step. In workers of their own the loss of a script or notebook is not compiled with it."""
     recompute: bool = False
     """Compute the activations of each block of the model again in backward instead of keeping them (activation
     checkpointing): much less memory for a third more computing, and the same numbers."""

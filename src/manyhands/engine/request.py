@@ -206,7 +206,10 @@ def _check_options(task: AnyTask, strategy: Strategy, workers: int, options: Opt
 
 def _compiles(strategy: Strategy, options: Options) -> bool | None:
     """Whether a run compiles that leaves it open; None: where it is on a GPU."""
-    return None if _has_whole_model(strategy) and options.buffers != SYNCHRONIZE else False
+    in_this_process = strategy.truth is Truth.ONE_PROCESS  # where torch finds the names that functions use
+    return (
+        None if in_this_process and _has_whole_model(strategy) and options.buffers != SYNCHRONIZE else False
+    )
 
 
 def _has_whole_model(strategy: Strategy) -> bool:
