@@ -30,6 +30,7 @@ from render_models import codecs_speed, offload, pipeline_speed, wavefronts
 from render_plan import auto_speed, plan_errors
 from render_public import public_tables
 from render_startup import startup_times
+from render_text import tokenizing_speed
 from render_wire import local_steps, wire_time
 from results_read import RENAMED, RESULTS, ROOT, load, markdown, show_percent, show_ratio, show_time
 
@@ -407,6 +408,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "svd": svd_speed,
     "stragglers permanent": stragglers("permanent"),
     "stragglers passing": stragglers("passing"),
+    "tokenizing": tokenizing_speed,
     "wavefronts": wavefronts,
     "wire time": wire_time,
     "allreduce schedules": allreduce_schedules,
