@@ -35,7 +35,6 @@ __all__ = [
     "TextGenerator",
     "export_program",
     "open_images",
-    "open_masked_text",
     "open_numbers",
     "open_text",
 ]
@@ -339,12 +338,6 @@ class MaskFiller(ModulePredictor[list[str]]):
 def _masked_tokens(text: str) -> list[int]:
     known = [[FIRST_BYTE + byte for byte in encode(part).tolist()] for part in text.split("[MASK]")]
     return [BEGIN, *known[0], *(token for part in known[1:] for token in (MASK, *part)), END]
-
-
-def open_masked_text(path: Path) -> MaskFiller:
-    model = load(path)
-    assert isinstance(model, BERT), "the task of this predictor has such models"
-    return MaskFiller(model)
 
 
 # Export as a `torch.export` program, which runs without manyhands and the model's source. The written file is read back

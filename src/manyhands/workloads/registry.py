@@ -110,7 +110,9 @@ WORKLOADS: dict[str, Workload] = {
     "digits": Workload(task=f"{_TASKS}.digits:DIGITS", predictor=f"{_OPENED}:open_images"),
     "mnist": Workload(task=f"{_TASKS}.mnist:MNIST", predictor=f"{_OPENED}:open_images"),
     "gpt": Workload(task=f"{_LANGUAGE}.gpt:GPT_TASK", predictor=f"{_OPENED}:open_text"),
-    "bert": Workload(task=f"{_LANGUAGE}.bert:BERT_TASK", predictor=f"{_OPENED}:open_masked_text"),
+    "bert": Workload(
+        task=f"{_LANGUAGE}.bert_tasks:BERT_TASK", predictor="manyhands.serving.text_labels:open_bert"
+    ),
     "recurrent": Workload(task=f"{_LANGUAGE}.recurrent:RECURRENT", predictor=f"{_OPENED}:open_text"),
     "line": Workload(task=f"{_TASKS}.line:LINE", predictor=f"{_OPENED}:open_numbers"),
     "glove": Workload(

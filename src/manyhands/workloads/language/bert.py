@@ -26,14 +26,23 @@ from manyhands.data.batches import BatchedDataset
 from manyhands.data.file_reader import VOCABULARY
 from manyhands.errors import UserError
 from manyhands.task import Task
-from manyhands.workloads.builtin_task import BuiltinTask
 from manyhands.workloads.language.huggingface import CheckpointLayout, fill
 from manyhands.workloads.language.next_token import held_out_text
 from manyhands.workloads.language.presets import BERT_PRESETS, ModelSizes, SizedOptions, require_positions
 from manyhands.workloads.task_options import option
 from manyhands.workloads.text.masking import IGNORED, Masking
 
-__all__ = ["BERT", "BERT_TASK", "BertOptions", "MaskedBytes", "bert", "masked_accuracy", "masked_loss"]
+__all__ = [
+    "BERT",
+    "BERT_LAYOUT",
+    "BertBody",
+    "BertOptions",
+    "MaskedBytes",
+    "bert",
+    "masked_accuracy",
+    "masked_loss",
+    "masked_model",
+]
 
 BERT_LAYOUT = CheckpointLayout(
     model_type="bert",
@@ -55,6 +64,7 @@ BERT_LAYOUT = CheckpointLayout(
         "tie_word_embeddings": True,
     },
     renamed=(
+        (r"^(?=(embeddings|encoder|pooler)\.)", "bert."),  # of a file without heads
         (r"LayerNorm\.gamma$", "LayerNorm.weight"),  # of files from TensorFlow
         (r"LayerNorm\.beta$", "LayerNorm.bias"),
         (r"^cls\.predictions\.bias$", "cls.predictions.decoder.bias"),
@@ -99,25 +109,15 @@ def bert(options: BertOptions | None = None) -> Task:
     )
 
 
-def _model(options: BertOptions) -> BERT:
+def masked_model(options: BertOptions) -> BERT:
     return BERT(**asdict(options.sizes), dropout=options.dropout)
 
 
 def _started(options: BertOptions) -> BERT:
-    model = _model(options)
+    model = masked_model(options)
     if options.init is not None:
         fill(model, options.init, BERT_LAYOUT, asdict(options.sizes))
     return model
-
-
-BERT_TASK = BuiltinTask(
-    name="bert",
-    help="masked bytes of a text, a transformer with the architecture of BERT",
-    options_type=BertOptions,
-    make=bert,
-    model=_model,
-    steps=500,
-)
 
 
 class MaskedBytes(BatchedDataset):
@@ -167,7 +167,7 @@ class BERT(nn.Module):
             layers=layers, width=width, heads=heads, context=context, vocabulary=vocabulary
         )
         self.dropout = dropout
-        self.bert = _BertBody(self.sizes, dropout)
+        self.bert = BertBody(self.sizes, dropout)
         self.cls = _Heads(width, vocabulary)
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
@@ -199,7 +199,9 @@ class BERT(nn.Module):
         return x
 
 
-class _BertBody(nn.Module):
+class BertBody(nn.Module):
+    """Embeddings and layers, without a head."""
+
     def __init__(self, sizes: ModelSizes, dropout: float) -> None:
         super().__init__()
         self.embeddings, self.encoder = _Embeddings(sizes, dropout), _Encoder(sizes, dropout)
@@ -257,8 +259,9 @@ class BertBlock(nn.Module):
             "output.dense": "row",
         }
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.attention(x)
+    def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
+        """`seen` says which positions attention may look at, as `attn_mask` of `scaled_dot_product_attention`."""
+        x = self.attention(x, seen)
         out: Tensor = self.output(self.intermediate(x), x)
         return out
 
@@ -269,8 +272,8 @@ class _AddedAttention(nn.Module):
         self.self = _SelfAttention(width, heads, dropout)
         self.output = _AddedOutput(width, width, dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.output(self.self(x), x)
+    def forward(self, x: Tensor, seen: Tensor | None) -> Tensor:
+        out: Tensor = self.output(self.self(x, seen), x)
         return out
 
 
@@ -290,15 +293,15 @@ class _SelfAttention(nn.Module):
         self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, seen: Tensor | None) -> Tensor:
         batch, length, _ = x.shape
         query, key, value = (
             part(x).view(batch, length, -1, self.head_width).transpose(1, 2)  # a slice has some of the heads
             for part in (self.query, self.key, self.value)
         )
         dropped = self.dropout.p if self.training else 0.0
-        seen = F.scaled_dot_product_attention(query, key, value, dropout_p=dropped)
-        return seen.transpose(1, 2).reshape(batch, length, -1)
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, dropout_p=dropped)
+        return mixed.transpose(1, 2).reshape(batch, length, -1)
 
 
 class _AddedOutput(nn.Module):

@@ -50,6 +50,8 @@ class CheckpointLayout:
     """Names of tensors in older files: (pattern, replacement)."""
     ignored: str = "$."
     """A pattern of tensors that are left out: buffers, and heads that the model does not have."""
+    optional: str = "$."
+    """A pattern of tensors that a file may lack: those of a head that is trained anew."""
     transposed: str = "$."
     """A pattern of matrices that the files have transposed."""
 
@@ -148,7 +150,8 @@ def fill(model: nn.Module, folder: Path, layout: CheckpointLayout, sizes: Mappin
                 f"{file}: tensor {name} has shape {theirs}, but the model needs {mine}; give another"
             )
     given = {id(wanted[name]) for name in tensors if name in wanted}
-    lacking = next((name for name, parameter in wanted.items() if id(parameter) not in given), None)
+    needed = ((name, one) for name, one in wanted.items() if not re.search(layout.optional, name))
+    lacking = next((name for name, parameter in needed if id(parameter) not in given), None)
     if lacking is not None:
         raise UserError(f"{file} has no tensor {lacking}, which this task's model needs; give another")
     with torch.no_grad():
