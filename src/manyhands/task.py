@@ -10,6 +10,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -181,6 +182,9 @@ class Task:
     """What run directories and reports call it."""
     options: Mapping[str, Any] | None = None
     """What a built-in task was made of, kept with a run so that a replay can make it again; None for any other."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """What a run keeps in its directory besides, by file name: text such as a tokenizer's definition. A run is resumed
+    with the same only."""
     passes: Passes | None = None
     """Where the run's history is to tell the mean loss of each pass over the data."""
     records_each: float = 1.0
@@ -281,6 +285,11 @@ class Task:
         self._check_metrics()
         self._check_scheduler_metric()
         self._check_sparse()
+        for name in self.files:
+            if not isinstance(name, str) or Path(name).name != name:
+                raise UserError(
+                    f"files has the name {name!r}; it must be that of one file, without a directory"
+                )
 
     def _check_sparse(self) -> None:
         if not isinstance(self.sparse, Mapping):

@@ -132,8 +132,8 @@ def _answered(predictor: Predictor[Any], source: str, read_as: ReadAs) -> Iterat
 @dataclass(frozen=True)
 class _GenerateOptions(_Model):
     prompt: str = option("def ", "Text to continue.")
-    length: int = option(200, "Bytes to write.")
-    temperature: float = option(0.8, "0: always the most likely byte; 1: sample as the model predicts.")
+    length: int = option(200, "Bytes to write, or tokens.")
+    temperature: float = option(0.8, "0: always the most likely one; 1: sample as the model predicts.")
     seed: int = option(0, "Fixes the sampling.")
 
 

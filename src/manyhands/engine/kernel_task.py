@@ -95,6 +95,7 @@ class KernelTask(ABC):
     sparse: ClassVar[Mapping[str, RowsOf]] = {}
     evaluation: ClassVar[None] = None
     metrics: ClassVar[Mapping[str, Metric]] = {}
+    files: ClassVar[Mapping[str, str]] = {}
     records_each: ClassVar[float] = 1.0
     name: ClassVar[str]
 

@@ -105,7 +105,14 @@ def _open_directory(
     config = request.config(model)
     if not resume:
         instead = ON_COMMAND_LINE if request.options.resume_command else IN_PYTHON
-        return RunDirectory.create(out, config, request.options.own_files, instead), None
+        directory = RunDirectory.create(out, config, request.options.own_files, instead)
+        try:
+            directory.keep(request.plan.task.files)
+        except BaseException:
+            directory.discard()
+            directory.close()
+            raise
+        return directory, None
     directory = RunDirectory.open(out)
     try:
         conflict = fingerprint(directory.config).conflict(fingerprint(config))
@@ -119,6 +126,7 @@ def _open_directory(
             trained_by = entry_of(before.word).load_training(compiled=request.plan.task.compiled)
             if trained_by is not None:
                 trained_by.hand_over(directory, request.plan, before)
+        directory.keep(request.plan.task.files)
         done = training.resume(directory, config)
         directory.update_config(config)
         return directory, done

@@ -1,4 +1,4 @@
-"""The predictor of `bert`: the label of each text, or the bytes of a text that are masked."""
+"""The predictor of `bert`: the label of each text, or the tokens of a text that are masked."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from manyhands.data.file_reader import read_text
 from manyhands.errors import UserError
+from manyhands.serving.text_coding import masked_coding_of
 from manyhands.serving.torch_predictors import MaskFiller
 from manyhands.workloads.exporting import load, recorded_options
 from manyhands.workloads.language.bert import BERT
@@ -77,4 +78,4 @@ def open_bert(path: Path) -> TextLabels | MaskFiller:
         options = chosen("bert", BertTaskOptions, recorded_options(path))
         return TextLabels(model, text_rows(options))
     assert isinstance(model, BERT), "the task of this predictor has such models"
-    return MaskFiller(model)
+    return MaskFiller(model, masked_coding_of(path))

@@ -1,4 +1,4 @@
-"""Predictors of the built-in PyTorch tasks: images (`digits`, `mnist`), numbers, and text byte by byte."""
+"""Predictors of the built-in PyTorch tasks: images (`digits`, `mnist`), numbers, and text."""
 
 from __future__ import annotations
 
@@ -16,12 +16,19 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from manyhands.data.file_reader import IMAGE_FORMATS, VOCABULARY, ImageShape, decode, encode, read_images
+from manyhands.data.file_reader import IMAGE_FORMATS, ImageShape, read_images
 from manyhands.data.store.atomic import write_atomically
-from manyhands.errors import ManyhandsError, UserError, first_line, nearest
+from manyhands.errors import ManyhandsError, UserError, first_line, nearest, num_of
 from manyhands.serving.opening import open_predictor
+from manyhands.serving.text_coding import (
+    BYTES,
+    MASKED_BYTES,
+    MaskedCoding,
+    TextCoding,
+    coding_of,
+)
 from manyhands.workloads.exporting import Export, ExportAsked, load, recorded_options, trained_steps
-from manyhands.workloads.language.bert import BEGIN, BERT, END, FIRST_BYTE, MASK
+from manyhands.workloads.language.bert import BERT
 from manyhands.workloads.predictor import ModulePredictor, Predictor, ReadAs
 from manyhands.workloads.tasks.digits import ImageClassifier
 
@@ -171,7 +178,7 @@ def open_numbers(path: Path) -> NumberPredictor:
     return NumberPredictor(load(path))
 
 
-MOST_LENGTH = 4096  # bytes that one request may ask for
+MOST_LENGTH = 4096  # tokens that one request may ask for
 
 MOST_TEMPERATURE = 100.0
 _FIELDS = ("prompt", "length", "temperature", "seed")
@@ -183,8 +190,8 @@ class Prompt:
     """A prompt and its sampling parameters."""
 
     prompt: str
-    length: int = 200  # bytes to write
-    temperature: float = 0.8  # divides scores: 0 takes the likeliest byte, 1 draws as the model says
+    length: int = 200  # bytes or tokens to write
+    temperature: float = 0.8  # divides scores: 0 takes the likeliest token, 1 draws as the model says
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -210,17 +217,17 @@ def _short(value: Any) -> str:
 
 
 class TextGenerator(ModulePredictor[list[Prompt]]):
-    """Continues prompts, for models of `gpt` and `recurrent`; `context` is the model's, in bytes.
+    """Continues prompts, for models of `gpt` and `recurrent`; `context` is the model's, in tokens.
 
     Several prompts are continued as one batch, with shorter ones padded at their end. These models are causal, so the
-    scores at the last byte of each prompt do not depend on the padding.
+    scores at the last token of each prompt do not depend on the padding.
     """
 
     takes: ClassVar[str] = 'a prompt, or {"prompt": …, "length": …, "temperature": …, "seed": …}'
 
-    def __init__(self, model: nn.Module, context: int) -> None:
+    def __init__(self, model: nn.Module, context: int, coding: TextCoding = BYTES) -> None:
         super().__init__(model)
-        self.context = context
+        self.context, self.coding = context, coding
 
     def blocks(self, source: str, read_as: ReadAs) -> Iterator[list[Prompt]]:
         del read_as
@@ -238,6 +245,10 @@ class TextGenerator(ModulePredictor[list[Prompt]]):
                     raise UserError(why)
             try:
                 prompts.append(Prompt(**{"prompt": "", **fields}))
+                if not self.coding.encode(prompts[-1].prompt):
+                    raise UserError(
+                        f"prompt is {_short(prompts[-1].prompt)}, which has no token; give a word"
+                    )
             except UserError as error:
                 raise UserError(f"input {number}: {error}") from error
         return prompts
@@ -246,10 +257,10 @@ class TextGenerator(ModulePredictor[list[Prompt]]):
         return [prompt for part in parts for prompt in part]
 
     def answers(self, inputs: list[Prompt]) -> list[Any]:
-        return [{"text": decode(np.asarray(written, np.uint8))} for written in self.continued(inputs)]
+        return [{"text": self.coding.decode(written)} for written in self.continued(inputs)]
 
     def continued(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        texts = [encode(prompt.prompt).tolist() for prompt in prompts]
+        texts = [self.coding.encode(prompt.prompt) for prompt in prompts]
         starts = [len(text) for text in texts]
         drawn_from = [torch.Generator().manual_seed(prompt.seed) for prompt in prompts]
         with torch.inference_mode():
@@ -260,7 +271,8 @@ class TextGenerator(ModulePredictor[list[Prompt]]):
                 filled = torch.tensor([[*text, *[0] * (longest - len(text))] for text in seen])
                 scores: Tensor = self.model(filled)
                 for row, number in enumerate(going):
-                    last, warmth = scores[row, len(seen[row]) - 1], prompts[number].temperature
+                    last = scores[row, len(seen[row]) - 1, : self.coding.vocabulary]
+                    warmth = prompts[number].temperature
                     texts[number].append(chosen(last, warmth, drawn_from[number]))
         return [text[start:] for text, start in zip(texts, starts, strict=True)]
 
@@ -270,11 +282,11 @@ class TextGenerator(ModulePredictor[list[Prompt]]):
 
     def example_batch(self, count: int, seed: int = 0) -> tuple[Tensor]:
         drawn = torch.Generator().manual_seed(seed)
-        return (torch.randint(0, VOCABULARY, (count, self.context), generator=drawn),)
+        return (torch.randint(0, self.coding.vocabulary, (count, self.context), generator=drawn),)
 
 
 def chosen(scores: Tensor, temperature: float, drawn_from: torch.Generator) -> int:
-    """Choose the next byte: the most likely at temperature 0, else sampled from the tempered softmax."""
+    """Choose the next token: the most likely at temperature 0, else sampled from the tempered softmax."""
     if temperature == 0:
         return int(scores.argmax())
     chances = (scores.double() / max(temperature, math.ulp(1.0))).softmax(dim=0)
@@ -286,16 +298,17 @@ def open_text(path: Path) -> TextGenerator:
     context = recorded_options(path).get("context")
     if type(context) is not int or context < 1:  # the header of an untrusted file
         raise UserError(f"model {path} does not name its context length; export it again")
-    return TextGenerator(model, context)
+    return TextGenerator(model, context, coding_of(path))
 
 
 class MaskFiller(ModulePredictor[list[str]]):
-    """Fills in the bytes of a text that are masked, for models of `bert`."""
+    """Fills in the tokens of a text that are masked, for models of `bert`."""
 
-    takes: ClassVar[str] = "text with [MASK] for each byte to fill in"
+    takes: ClassVar[str] = "text with [MASK] for each byte, or token, to fill in"
 
-    def __init__(self, model: BERT) -> None:
+    def __init__(self, model: BERT, coding: MaskedCoding = MASKED_BYTES) -> None:
         super().__init__(model)
+        self.coding = coding
         self.context, self.vocabulary = model.sizes.context, model.sizes.vocabulary
 
     def blocks(self, source: str, read_as: ReadAs) -> Iterator[list[str]]:
@@ -307,9 +320,10 @@ class MaskFiller(ModulePredictor[list[str]]):
         for number, text in enumerate(values):
             if not isinstance(text, str) or "[MASK]" not in text:
                 raise UserError(f"input {number} is {_short(text)}; it must be {self.takes}")
-            if (count := len(_masked_tokens(text))) > self.context:
+            if (count := len(self.coding.row(text))) > self.context:
+                has = num_of(count - 2, self.coding.unit)
                 raise UserError(
-                    f"input {number} has {count - 2} bytes; the model takes at most {self.context - 2} at once"
+                    f"input {number} has {has}; the model takes at most {self.context - 2} at once"
                 )
         return list(values)
 
@@ -320,11 +334,12 @@ class MaskFiller(ModulePredictor[list[str]]):
         return [{"text": self._filled(text)} for text in inputs]
 
     def _filled(self, text: str) -> str:
-        tokens = torch.tensor(_masked_tokens(text))
+        tokens = torch.tensor(self.coding.row(text))
         with torch.inference_mode():
-            scores: Tensor = self.model(tokens[None])[0, :, FIRST_BYTE : FIRST_BYTE + VOCABULARY]
-        found = torch.where(tokens == MASK, scores.argmax(-1), tokens - FIRST_BYTE)[1:-1]
-        return decode(found.numpy())
+            scores: Tensor = self.model(tokens[None])[0, :, : self.coding.vocabulary]
+            scores[:, self.coding.never] = -math.inf
+        found = torch.where(tokens == self.coding.mask, scores.argmax(-1), tokens)[1:-1]
+        return self.coding.decode(found.tolist())
 
     @property
     def example(self) -> Any:
@@ -333,11 +348,6 @@ class MaskFiller(ModulePredictor[list[str]]):
     def example_batch(self, count: int, seed: int = 0) -> tuple[Tensor]:
         drawn = torch.Generator().manual_seed(seed)
         return (torch.randint(0, self.vocabulary, (count, self.context), generator=drawn),)
-
-
-def _masked_tokens(text: str) -> list[int]:
-    known = [[FIRST_BYTE + byte for byte in encode(part).tolist()] for part in text.split("[MASK]")]
-    return [BEGIN, *known[0], *(token for part in known[1:] for token in (MASK, *part)), END]
 
 
 # Export as a `torch.export` program, which runs without manyhands and the model's source. The written file is read back

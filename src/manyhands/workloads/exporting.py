@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from manyhands.data.file_reader import read_text
 from manyhands.data.randomness import preserved, seed_all
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.data.store.tensorfile import Exported, check_precision, read_exported, write_exported
@@ -33,6 +34,7 @@ __all__ = [
     "ExportAsked",
     "export_run",
     "export_weights",
+    "kept_file",
     "load",
     "read_model_file",
     "recorded_options",
@@ -41,6 +43,7 @@ __all__ = [
 
 Model = TypeVar("Model")
 AnyPath = str | Path
+_KEPT = "file:"  # before the name of a file of the task, in the header of an exported file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +103,15 @@ def recorded_options(path: str | Path) -> Mapping[str, Any]:
     if place.is_dir():
         return _config(place).get("task_options") or {}
     return _options(read_exported(place), place)
+
+
+def kept_file(path: str | Path, name: str) -> str | None:
+    """A text that a run's task keeps, from the run or a file of `manyhands export`; None where there is none."""
+    place = Path(path)
+    if not place.is_dir():
+        return read_exported(place).about.get(_KEPT + name)
+    file = place / name
+    return read_text(file) if file.is_file() else None
 
 
 def trained_steps(path: str | Path, task: Task | None = None) -> int:
@@ -163,7 +175,9 @@ def export_run(
         "steps": str(steps),
         "manyhands_version": str(config.get("versions", {}).get("manyhands", "")),
     }
-    write_exported(file, weights, precision, about)
+    write_exported(
+        file, weights, precision, about | {_KEPT + name: text for name, text in built.files.items()}
+    )
     sizes = (4 * one.numel() if one.is_floating_point() else one.nbytes for one in weights.values())
     return Export(
         path=file,

@@ -2,6 +2,7 @@
 
 runs/digits/
   config.json     what was asked for, by which command, where and when; its presence makes the directory a run
+  tokenizer.json  and what else its task keeps (`Task.files`)
   metrics.jsonl   one JSON object a line, each with its step
   events/         what each process did when
   checkpoints/    step-00000050/ ...
@@ -87,6 +88,7 @@ class RunDirectory(Closeable):
         self.summary_path = path / _SUMMARY  # a run that has not ended has none, or an earlier one's
         self.metrics = MetricsLog(self.metrics_path)
         self._members = LineFile(self.members_path)
+        self._kept: tuple[str, ...] = ()
         if lock is None:
             return
         try:
@@ -132,6 +134,23 @@ class RunDirectory(Closeable):
             return cls(path, config, None)
         with _locked(path) as held:
             return cls(path, config, held)
+
+    def keep(self, files: Mapping[str, str]) -> None:
+        """Write these texts beside the configuration; UserError where a run that is resumed has others."""
+        for name, text in files.items():
+            file = self.path / name
+            try:
+                before = file.read_text("utf-8") if file.exists() else None
+            except (OSError, UnicodeDecodeError) as error:
+                raise DataError(f"{file} cannot be read: {error}") from error
+            if before is None:
+                write_atomically(file, [text.encode()])
+                self._kept += (name,)
+            elif before != text:
+                raise UserError(
+                    f"{self.path} cannot be resumed: its {name} is not that of the data; resume with the data it was "
+                    "started with, or start another run"
+                )
 
     def update_config(self, config: Mapping[str, Any]) -> None:
         """Write what is asked for from now on: a run that is resumed may have other workers and more steps."""
@@ -206,7 +225,7 @@ class RunDirectory(Closeable):
         """Remove what `create` made, of a run that was refused before its first step; files of others stay."""
         for folder in (self.events_path, self.checkpoints_path):
             shutil.rmtree(folder, ignore_errors=True)
-        for name in (_MEMBERS, _METRICS, _CONFIG, _LOCK):
+        for name in (_MEMBERS, _METRICS, _CONFIG, _LOCK, *self._kept):
             (self.path / name).unlink(missing_ok=True)
         with suppress(OSError):  # something else is in it
             self.path.rmdir()

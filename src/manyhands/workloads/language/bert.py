@@ -29,8 +29,10 @@ from manyhands.task import Task
 from manyhands.workloads.language.huggingface import CheckpointLayout, fill
 from manyhands.workloads.language.next_token import held_out_text
 from manyhands.workloads.language.presets import BERT_PRESETS, ModelSizes, SizedOptions, require_positions
+from manyhands.workloads.language.token_data import token_parts
 from manyhands.workloads.task_options import option
 from manyhands.workloads.text.masking import IGNORED, Masking
+from manyhands.workloads.text.packing import MaskedWindows
 
 __all__ = [
     "BERT",
@@ -88,24 +90,40 @@ class BertOptions(SizedOptions):
 
 
 def bert(options: BertOptions | None = None) -> Task:
-    """Fill in the masked bytes of a text file, or of the Python standard library where none is given."""
+    """Fill in the masked tokens of `data`, or the masked bytes of a text file or of the Python standard library."""
     options = options or BertOptions()
-    sizes = options.sizes
+    sizes, seed = options.sizes, options.mask_seed
+    if options.data is not None:
+        parts = token_parts(
+            options,
+            lambda tokens, length: MaskedWindows(tokens, length, Masking.of(tokens.tokenizer, seed=seed)),
+            PADDING,
+        )
+        return _task(options, *parts)
     if sizes.context < 3 or sizes.vocabulary < FIRST_BYTE + VOCABULARY:
         raise UserError(
             f"context is {sizes.context} and vocabulary {sizes.vocabulary}; rows of bytes need a context of at least "
             f"3 and a vocabulary of at least {FIRST_BYTE + VOCABULARY}"
         )
-    text, held_out = held_out_text(options, sizes.context)
+    training, evaluation = (
+        MaskedBytes(text, sizes.context, seed) for text in held_out_text(options, sizes.context)
+    )
+    return _task(options, training, evaluation)
+
+
+def _task(
+    options: BertOptions, training: Any, evaluation: Any, files: Mapping[str, str] | None = None
+) -> Task:
     return Task(
         name="bert",
         model=partial(_started, options),
         loss=masked_loss,
-        data=MaskedBytes(text, sizes.context, options.mask_seed),
+        data=training,
         optimizer=partial(torch.optim.AdamW, lr=options.learning_rate),
         batch_size=options.batch_size,
-        evaluation=MaskedBytes(held_out, sizes.context, options.mask_seed),
+        evaluation=evaluation,
         metrics={"masked_accuracy": masked_accuracy},
+        files=files or {},
     )
 
 

@@ -41,7 +41,9 @@ class BertTaskOptions(BertOptions):
         "masked: fill in tokens; classification: the label of each text of --data",
         choices=("masked", "classification"),
     )
-    data: Path | None = option(None, "for classification: CSV, TSV or JSON lines, plain or gzip")
+    data: Path | None = option(
+        None, "a folder of tokens; for classification, CSV, TSV or JSON lines, plain or gzip"
+    )
     text: str = option("text", "for classification: the column of texts")
     label: str = option("label", "for classification: the column of labels")
     evaluation_share: float = option(
@@ -67,6 +69,9 @@ class BertTaskOptions(BertOptions):
             raise UserError(
                 f"{self.data}: all rows to learn from have the label {self.labels[0]!r}; give two or more"
             )
+
+    def _vocabulary_of_data(self) -> int | None:
+        return None if self.task == "classification" else BertOptions._vocabulary_of_data(self)
 
 
 def _texts(options: BertTaskOptions) -> LabeledTexts:
@@ -135,7 +140,7 @@ def _started(options: BertTaskOptions) -> BertClassifier:
 
 BERT_TASK = BuiltinTask(
     name="bert",
-    help="masked bytes or labels of texts, a transformer with the architecture of BERT",
+    help="masked tokens or labels of texts, a transformer with the architecture of BERT",
     options_type=BertTaskOptions,
     make=_task,
     model=_model,

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -22,9 +23,11 @@ from manyhands.engine.chain import ChainFunction
 from manyhands.task import Task
 from manyhands.workloads.builtin_task import BuiltinTask
 from manyhands.workloads.language.huggingface import CheckpointLayout, fill
-from manyhands.workloads.language.next_token import text_task
+from manyhands.workloads.language.next_token import next_byte_loss, text_task
 from manyhands.workloads.language.presets import GPT_PRESETS, ModelSizes, SizedOptions, require_positions
+from manyhands.workloads.language.token_data import token_parts
 from manyhands.workloads.task_options import option
+from manyhands.workloads.text.packing import TokenWindows
 
 __all__ = ["GPT", "GPT_TASK", "GPTBlock", "GPTOptions", "gpt"]
 
@@ -63,8 +66,20 @@ class GPTOptions(SizedOptions):
 
 
 def gpt(options: GPTOptions | None = None) -> Task:
-    """Predict the next byte of a text file, or of the Python standard library where none is given."""
+    """Predict the next token of `data`, or the next byte of a text file or of the Python standard library."""
     options = options or GPTOptions()
+    if options.data is not None:
+        parts = token_parts(options, TokenWindows)
+        return Task(
+            name="gpt",
+            model=partial(_started, options),
+            loss=next_byte_loss,
+            data=parts.training,
+            optimizer=partial(torch.optim.AdamW, lr=options.learning_rate),
+            batch_size=options.batch_size,
+            evaluation=parts.evaluation,
+            files=parts.files,
+        )
     return text_task("gpt", partial(_started, options), options, options.sizes.context)
 
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from manyhands.data.store.atomic import write_atomically
 from manyhands.data.store.tensorfile import encode_tensors, read_tensors, without_aliases
 from manyhands.errors import UserError
-from manyhands.workloads.exporting import Export, ExportAsked, load, trained_steps
+from manyhands.workloads.exporting import Export, ExportAsked, kept_file, load, trained_steps
+from manyhands.workloads.text.tokenizer import TOKENIZER_FILE, TextTokenizer, tokenizer_of_json
 
 __all__ = [
     "CheckpointLayout",
@@ -160,18 +161,26 @@ def fill(model: nn.Module, folder: Path, layout: CheckpointLayout, sizes: Mappin
                 wanted[name].copy_(layout.as_written(name, value))
 
 
-def write_checkpoint(model: nn.Module, folder: Path) -> Path:
-    """Write the directory that `transformers` reads with `from_pretrained(folder)`; returns the file of the weights."""
+def write_checkpoint(model: nn.Module, folder: Path, tokenizer: TextTokenizer | None = None) -> Path:
+    """Write the directory that `transformers` reads with `from_pretrained(folder)`; returns the file of the weights.
+
+    With `tokenizer` it reads that, too.
+    """
     assert isinstance(model, HasLayout)
     layout, config = model.layout, dict(model.config())
     sizes = {layout.sizes[name]: config.pop(name) for name in layout.sizes}
     wide = {layout.feed_forward: 4 * sizes[layout.sizes["width"]]}
     text = {"model_type": layout.model_type, **config, **sizes, **wide, **layout.fixed, "dtype": "float32"}
+    files = {} if tokenizer is None else tokenizer.as_pretrained(sizes[layout.sizes["context"]])
+    if tokenizer is not None and tokenizer.end_id is not None:
+        text |= dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.end_id)
     kept, _ = without_aliases(model.state_dict())
     tensors = {name: layout.as_written(name, value).float() for name, value in kept.items()}
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / _WEIGHTS, encode_tensors(tensors))
     write_atomically(folder / _CONFIG, [json.dumps(text, indent=2).encode() + b"\n"])
+    for name, content in files.items():
+        write_atomically(folder / name, [content.encode()])
     return folder / _WEIGHTS
 
 
@@ -186,7 +195,8 @@ def export_huggingface(asked: ExportAsked) -> Export:
             "leave --format out"
         )
     folder = asked.target("huggingface")
-    file = write_checkpoint(model, folder)
+    definition = kept_file(asked.run, TOKENIZER_FILE)
+    file = write_checkpoint(model, folder, None if definition is None else tokenizer_of_json(definition))
     num_bytes = file.stat().st_size
     return Export(
         path=folder,

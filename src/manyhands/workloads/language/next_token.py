@@ -1,4 +1,4 @@
-"""What the tasks share that predict the next byte of a text: their options, their data, the loss and its metric."""
+"""What the tasks share that predict the next token of a text: their options, their data, the loss and its metric."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class TextOptions(CheckedOptions):
     batch_size: int = option(32, "windows of text in a global batch", at_least=1)
     learning_rate: float = option(1e-3, "learning rate of AdamW", above=0)
     evaluation_bytes: int = option(
-        65_536, "held out for evaluation: the last tenth of the text, at most this many bytes", at_least=2
+        65_536,
+        "held out for evaluation: the last tenth of the text, at most this many bytes or tokens",
+        at_least=2,
     )
 
 
@@ -64,7 +66,7 @@ def held_out_text(options: TextOptions, context: int) -> tuple[NDArray[np.uint8]
 
 
 def next_byte_loss(model: nn.Module, batch: Tensor) -> Tensor:
-    """Mean cross entropy, in nats per byte, of every byte of a batch of windows given those before it."""
+    """Mean cross entropy, in nats per token, of every token of a batch of windows given those before it."""
     tokens = batch.long()
     scores: Tensor = model(tokens[:, :-1])
     return F.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())

@@ -11,6 +11,7 @@ from manyhands.errors import UserError
 from manyhands.workloads.language.huggingface import CheckpointLayout, read_sizes, require_sizes
 from manyhands.workloads.language.next_token import TextOptions
 from manyhands.workloads.task_options import check_options, option
+from manyhands.workloads.text.token_files import TokenFiles
 
 __all__ = ["BERT_PRESETS", "GPT_PRESETS", "ModelSizes", "SizedOptions", "require_positions"]
 
@@ -56,6 +57,7 @@ BERT_PRESETS = {
 }
 
 _PRESET = "the preset's"
+_MULTIPLE = 64  # of rows in an embedding: what the matrix units of GPUs take at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,11 +72,18 @@ class SizedOptions(TextOptions):
     layers: int | None = option(None, "transformer blocks", at_least=1, at_most=1000, shown=_PRESET)
     width: int | None = option(None, "features per position", at_least=1, shown=_PRESET)
     heads: int | None = option(None, "attention heads; must divide the width", at_least=1, shown=_PRESET)
-    vocabulary: int | None = option(None, "tokens that the model knows", at_least=1, shown=_PRESET)
+    vocabulary: int | None = option(
+        None,
+        "tokens that the model knows",
+        at_least=1,
+        shown="the preset's, or that of --data, rounded up to 64",
+    )
     dropout: float = option(0.0, "probability of dropout", at_least=0, below=1)
     init: Path | None = option(
         None, "start from this directory: config.json and model.safetensors as Hugging Face writes them"
     )
+    data: Path | None = option(None, "learn from this folder of tokens, written by `manyhands tokenize`")
+    length: int | None = option(None, "tokens in a row of --data", at_least=1, shown="the context")
 
     def __post_init__(self) -> None:
         """Fill in the sizes that were not given, so that a run records all of them."""
@@ -85,6 +94,8 @@ class SizedOptions(TextOptions):
             require_sizes(self.init, found, given)
         else:
             found = asdict(self.presets[self.preset])
+            if "vocabulary" not in given:
+                found["vocabulary"] = self._vocabulary_of_data() or found["vocabulary"]
         for name, value in {**found, **given}.items():
             object.__setattr__(self, name, value)
         ModelSizes(**{**found, **given})  # checked against each other
@@ -92,6 +103,11 @@ class SizedOptions(TextOptions):
     @property
     def sizes(self) -> ModelSizes:
         return ModelSizes(**self._given())  # type: ignore[arg-type] # all are given once this was made
+
+    def _vocabulary_of_data(self) -> int | None:
+        if self.data is None:
+            return None
+        return -(-TokenFiles(self.data).tokenizer.vocabulary_size // _MULTIPLE) * _MULTIPLE
 
     def _given(self) -> dict[str, int | None]:
         return {field.name: getattr(self, field.name) for field in fields(ModelSizes)}

@@ -38,11 +38,10 @@ from manyhands.data.store.atomic import (
 )
 from manyhands.errors import DataError, UserError, num_of
 from manyhands.native.closeable import Closeable
-from manyhands.workloads.text.tokenizer import TextTokenizer, tokenizer_of_json
+from manyhands.workloads.text.tokenizer import TOKENIZER_FILE, TextTokenizer, tokenizer_of_json
 
 __all__ = [
     "INDEX_FILE",
-    "TOKENIZER_FILE",
     "ShardHeader",
     "ShardWriter",
     "TokenFiles",
@@ -55,7 +54,6 @@ __all__ = [
 ]
 
 INDEX_FILE = "tokens.json"
-TOKENIZER_FILE = "tokenizer.json"
 _MAGIC, _VERSION = b"MHTOKENS", 1
 _HEADER = struct.Struct("<8sIIQQ32s32s")
 _DTYPES: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}

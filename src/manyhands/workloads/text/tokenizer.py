@@ -8,6 +8,7 @@ text is text: nobody who writes a document can end it, or mask a part of it.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from manyhands.errors import DataError, UserError, first_line, printable
 __all__ = [
     "BERT_TOKENS",
     "END_OF_TEXT",
+    "TOKENIZER_FILE",
     "TRAINED_KINDS",
     "TextTokenizer",
     "read_tokenizer",
@@ -30,6 +32,7 @@ __all__ = [
     "train_tokenizer",
 ]
 
+TOKENIZER_FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
 BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 TRAINED_KINDS = ("bpe", "wordpiece")
@@ -63,11 +66,20 @@ class TextTokenizer:
 
     @property
     def special_ids(self) -> tuple[int, ...]:
-        """Ids of tokens that no text has: never a target, and never drawn as a replacement."""
+        """Ids of tokens that no text has: never a target, and never drawn as a replacement.
+
+        What stands for an unknown word, and the end of a document, are in texts.
+        """
         added = self.library.get_added_tokens_decoder()
-        named = {self.id_of(token) for token in (END_OF_TEXT, *BERT_TOKENS)}
-        found = {int(at) for at, one in added.items() if one.special}
-        return tuple(sorted(found.union(one for one in named if one is not None)))
+        named = {self.id_of(token) for token in BERT_TOKENS}
+        found = named.union(int(at) for at, one in added.items() if one.special)
+        return tuple(sorted(one for one in found - {self.end_id, self.unknown_id} if one is not None))
+
+    @property
+    def unknown_id(self) -> int | None:
+        """The token that stands for what the vocabulary does not have, where there is one."""
+        token = getattr(self.library.model, "unk_token", None)
+        return None if token is None else self.id_of(token)
 
     @property
     def end_id(self) -> int | None:
@@ -104,6 +116,19 @@ class TextTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         text: str = self.library.decode([int(one) for one in ids], skip_special_tokens=False)
         return text
+
+    def as_pretrained(self, most_tokens: int) -> dict[str, str]:
+        """The files, by name, that `AutoTokenizer.from_pretrained` of transformers reads; rows of BERT's have ends."""
+        library = _library().Tokenizer.from_str(self.json)
+        ids = {token: self.id_of(token) for token in (END_OF_TEXT, *BERT_TOKENS)}
+        named = {f"{token[1:-1].lower()}_token": token for token in BERT_TOKENS if ids[token] is not None}
+        if ids[END_OF_TEXT] is not None:
+            named |= dict.fromkeys(("bos_token", "eos_token"), END_OF_TEXT)
+        first, last = (("[CLS]", ids["[CLS]"]), ("[SEP]", ids["[SEP]"]))
+        if library.post_processor is None and None not in (first[1], last[1]):
+            library.post_processor = _library().processors.BertProcessing(last, first)
+        about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": most_tokens, **named}
+        return {TOKENIZER_FILE: library.to_str(), "tokenizer_config.json": json.dumps(about, indent=2) + "\n"}
 
     def joins_pieces(self) -> bool:
         """Whether a text that is cut before a space between two words has the tokens of the whole text."""

@@ -28,7 +28,6 @@ from manyhands.native.closeable import Closeable
 from manyhands.workloads.text.documents import PIECE_BYTES, Documents, TextPiece
 from manyhands.workloads.text.token_files import (
     INDEX_FILE,
-    TOKENIZER_FILE,
     ShardHeader,
     ShardWriter,
     proven_shard,
@@ -38,6 +37,7 @@ from manyhands.workloads.text.token_files import (
 )
 from manyhands.workloads.text.token_worker import EncodedPieces, EncodingProcess
 from manyhands.workloads.text.tokenizer import (
+    TOKENIZER_FILE,
     TRAINED_KINDS,
     TextTokenizer,
     read_tokenizer,

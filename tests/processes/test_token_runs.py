@@ -1,0 +1,142 @@
+"""`train gpt|bert --data`: what a run of tokens keeps, exact resume, what transformers reads, and what is rejected."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import manyhands as mh
+from manyhands.cli.main import app
+from manyhands.errors import UserError
+from manyhands.serving.opening import open_predictor
+from manyhands.workloads.tasks import build
+from manyhands.workloads.text.documents import Documents
+from manyhands.workloads.text.token_files import TokenFiles, shard_name
+from manyhands.workloads.text.tokenizing import TokenizerChoice, tokenize
+
+pytest.importorskip("tokenizers", reason="the extra manyhands[text] is not installed")
+
+SIZES: dict[str, Any] = {"context": 16, "layers": 1, "width": 16, "heads": 2, "batch_size": 8}
+KINDS = [("gpt", "bpe"), ("bert", "wordpiece")]
+
+
+def folder_of(folder: Path, kind: str, lines: int = 400, vocabulary: int = 300) -> Path:
+    draw = np.random.default_rng(0)
+    words = ["many", "hands", "make", "light", "work", "and", "too", "cooks", "spoil", "the", "broth"]
+    (folder / f"{kind}.txt").write_text("\n".join(" ".join(draw.choice(words, 9)) for _ in range(lines)))
+    choice = TokenizerChoice(train=kind, vocabulary=vocabulary)
+    tokenize(Documents(paths=[folder / f"{kind}.txt"], split="line"), choice, folder / kind, workers=1)
+    return folder / kind
+
+
+def command(*words: Any) -> str:
+    shown = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+    assert shown.exit_code == 0, shown.output
+    return shown.output
+
+
+def losses(run: Path) -> dict[int, float]:
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+@pytest.mark.parametrize(("task", "kind"), KINDS)
+def test_a_run_that_is_resumed_in_mid_epoch_with_other_workers_has_the_same_losses(
+    task: str, kind: str, tmp_path: Path
+) -> None:
+    words = ["train", task, "--data", folder_of(tmp_path, kind), "--seed", 3]
+    words += [part for name, value in SIZES.items() for part in (f"--{name.replace('_', '-')}", value)]
+    samples = len(build(task, data=tmp_path / kind, **SIZES).data)
+    stop, end = samples // 8 + 3, 2 * samples // 8  # the first in the second epoch
+    command(*words, "--workers", 2, "--steps", end, "--out", tmp_path / "whole")
+    command(*words, "--workers", 2, "--steps", stop, "--out", tmp_path / "parts")
+    command(*words, "--workers", 3, "--steps", end, "--out", tmp_path / "parts", "--resume")
+    whole, parts = losses(tmp_path / "whole"), losses(tmp_path / "parts")
+    assert len(whole) == end
+    assert parts == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.parametrize(("task", "kind"), KINDS)
+def test_a_run_keeps_its_tokenizer_and_a_vocabulary_that_is_padded(
+    task: str, kind: str, tmp_path: Path
+) -> None:
+    data = folder_of(tmp_path, kind)
+    tokenizer = TokenFiles(data).tokenizer
+    run = mh.fit(build(task, data=data, **SIZES), "single", steps=3, out=tmp_path / "run")
+    known = run.model.sizes.vocabulary  # type: ignore[union-attr]
+    assert known % 64 == 0
+    assert 0 < known - tokenizer.vocabulary_size < 64
+    shutil.rmtree(data)
+    command("export", tmp_path / "run", "--format", "huggingface", "--out", tmp_path / "hf")
+    predictor = open_predictor(tmp_path / "run")
+    with torch.no_grad():  # the likeliest tokens are now those of the padding, and, for bert, special ones
+        for name, parameter in predictor.model.named_parameters():
+            if name == "cls.predictions.decoder.bias":
+                parameter[tokenizer.vocabulary_size :] = parameter[:5] = 1e3
+    given = "many [MASK] make" if task == "bert" else {"prompt": "many", "length": 30, "temperature": 100.0}
+    (answer,) = predictor.answers(predictor.inputs([given]))
+    ids = tokenizer.encode([answer["text"]])[0]
+    assert ids, "text of the tokenizer"
+    assert "[" not in answer["text"]
+
+
+@pytest.mark.parametrize(("task", "kind"), KINDS)
+def test_transformers_reads_model_and_tokenizer(task: str, kind: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    data = folder_of(tmp_path, kind)
+    run = mh.fit(build(task, data=data, **SIZES), "single", steps=1, out=tmp_path / "run")
+    command("export", tmp_path / "run", "--format", "huggingface", "--out", tmp_path / "hf")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    ours = TokenFiles(data).tokenizer
+    ids = ours.encode(["many hands make broth"])[0]
+    ends = ours.id_of("[CLS]"), ours.id_of("[SEP]")
+    expected = [ends[0], *ids, ends[1]] if task == "bert" else ids
+    assert theirs("many hands make broth")["input_ids"] == expected
+    kinds = {"gpt": transformers.AutoModelForCausalLM, "bert": transformers.AutoModelForMaskedLM}
+    model = kinds[task].from_pretrained(tmp_path / "hf").eval()
+    row = torch.tensor([expected])
+    torch.testing.assert_close(model(row).logits, run.model.eval()(row), rtol=0, atol=1e-5)
+    again = build(task, data=data, init=tmp_path / "hf", length=8, batch_size=8)
+    assert torch.equal(again.model()(row), run.model(row))
+    shutil.rmtree(data)
+    other = folder_of(tmp_path, kind, vocabulary=258 if task == "gpt" else 40)
+    with pytest.raises(UserError, match=r"the tokenizer of .* is not that of the checkpoint"):
+        build(task, data=other, init=tmp_path / "hf", length=8)
+
+
+def test_what_does_not_fit_is_one_sentence_before_anything_is_computed(tmp_path: Path) -> None:
+    data = folder_of(tmp_path, "bpe")
+    for changes, said in [
+        ({"length": 17}, "length is 17, but the model has 16 positions; give at most 16"),
+        ({"vocabulary": 100}, r"has 2\d\d tokens, but the model knows 100; leave vocabulary out"),
+        ({"path": tmp_path / "bpe.txt"}, "leave one out"),
+        ({"evaluation_bytes": 2}, "are held out for evaluation: none; give more text or a shorter length"),
+    ]:
+        with pytest.raises(UserError, match=said):
+            build("gpt", data=data, **SIZES | changes)
+    with pytest.raises(UserError, match=r"the tokenizer has no token \[PAD\]; give one that has"):
+        build("bert", data=data, **SIZES)
+    words = ["train", "gpt", "--data", str(data), "--context", "16", "--out", str(tmp_path / "run")]
+    (data / shard_name(0)).write_bytes((data / shard_name(0)).read_bytes()[:-8])
+    shown = CliRunner().invoke(app, words)
+    assert shown.exit_code != 0
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_is_not_resumed_with_another_tokenizer(tmp_path: Path) -> None:
+    data = folder_of(tmp_path, "bpe")
+    mh.fit(build("gpt", data=data, **SIZES), "single", steps=2, out=tmp_path / "run")
+    kept = json.loads((tmp_path / "run" / "tokenizer.json").read_text())
+    assert kept == json.loads(TokenFiles(data).tokenizer.json)
+    shutil.rmtree(data)
+    folder_of(tmp_path, "bpe", vocabulary=290)
+    sizes = {**SIZES, "vocabulary": 320}
+    with pytest.raises(UserError, match=r"cannot be resumed: "):
+        mh.fit(build("gpt", data=data, **sizes), "single", steps=4, out=tmp_path / "run", resume=True)
