@@ -66,8 +66,9 @@ def plain(work: Work, device: str, steps: int) -> Course:
     model = work.model().to(device)
     optimizer, of_batch = adamw(model.parameters(), fused=True), torch.compile(partial(_loss, work, model))
     copied = _prefetched(work.batches(work.micro), device)
-    ends, losses, late = [], [], None
-    began = time.perf_counter()
+    on_gpu = device != "cpu"
+    ends, totals = [], []
+    began = _now(on_gpu)
     for _ in range(steps):
         total = torch.zeros((), device=device)
         for _ in range(work.pieces):
@@ -78,13 +79,23 @@ def plain(work: Work, device: str, steps: int) -> Course:
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if late is not None:
-            losses.append(late.item())
-        late = total
-        ends.append(time.perf_counter() - began)
-    losses.append(total.item())
-    # In iteration k the loop waited for step k - 1.
-    return Course(ends=[*ends[1:], time.perf_counter() - began], losses=losses)
+        totals.append(total)
+        ends.append(_now(on_gpu))
+    losses = torch.stack(totals).tolist()  # the only time that the loop waits for the GPU
+    return Course(ends=[_seconds(began, end) for end in ends], losses=losses)
+
+
+def _now(on_gpu: bool) -> Any:
+    """This moment of the GPU's work, which the host does not wait for; on a CPU, of the clock."""
+    if not on_gpu:
+        return time.perf_counter()
+    moment = torch.cuda.Event(enable_timing=True)
+    moment.record()
+    return moment
+
+
+def _seconds(begin: Any, end: Any) -> float:
+    return end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1e3
 
 
 def _loss(work: Work, model: nn.Module, batch: Any) -> Tensor:
