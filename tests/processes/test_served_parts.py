@@ -66,7 +66,7 @@ def values_for(name: str) -> list[Any]:
     return (
         TEXTS
         if name == "transformer"
-        else [{"prompt": text, "length": 8, "temperature": 0} for text in TEXTS]
+        else [{"prompt": text, "tokens": 8, "temperature": 0} for text in TEXTS]
     )
 
 

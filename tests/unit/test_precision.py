@@ -15,7 +15,7 @@ from manyhands.errors import ManyhandsError, UserError
 from manyhands.lab.bench import inference
 from manyhands.lab.bench.inference import format_table, measured_together, run_bench
 from manyhands.places.local.supervisor import Ended, Event, Said
-from manyhands.serving.torch_predictors import TextGenerator
+from manyhands.serving.text_generator import TextGenerator
 from manyhands.workloads.language.gpt import GPT
 from manyhands.workloads.language.recurrent import RecurrentNetwork
 from manyhands.workloads.predictor import in_precision
@@ -47,7 +47,7 @@ def test_a_predictor_takes_on_the_precision_it_was_asked_for() -> None:
     generator.precision = "bf16"
     generator.prepare()
     assert {parameter.dtype for parameter in generator.model.parameters()} == {torch.bfloat16}
-    assert len(generator.continued(generator.inputs([{"prompt": "a", "length": 3}]))[0]) == 3
+    assert len(generator.continued(generator.inputs([{"prompt": "a", "tokens": 3}]))[0]) == 3
     with pytest.raises(UserError, match="precision='fp8'"):
         generator.check_precision("fp8")
 

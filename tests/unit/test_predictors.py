@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import manyhands as mh
-from manyhands.cli.use_commands import generate_command, predict_command
+from manyhands.cli.use_commands import predict_command
 from manyhands.data.file_reader import ImageShape, read_images
 from manyhands.data.store.tensorfile import write_exported
 from manyhands.errors import DataError, UserError
 from manyhands.serving.opening import open_predictor
-from manyhands.serving.torch_predictors import ImagePredictor, NumberPredictor, Prompt, TextGenerator, chosen
+from manyhands.serving.torch_predictors import ImagePredictor, NumberPredictor
 from manyhands.workloads.exporting import export_run
 from manyhands.workloads.gbdt.options import GbdtOptions
 from manyhands.workloads.gbdt.row_sources import ArraySource
@@ -216,91 +216,6 @@ def test_one_long_text_among_many_does_not_take_its_length_for_each_of_them() ->
         finally:
             tracemalloc.stop()
         assert most < 10e6, "1000 times 100,000 letters would be 400 MB"
-
-
-def written_plainly(model: nn.Module, context: int, prompt: str, length: int) -> bytes:
-    """The likeliest bytes one after another, without batches and without filling up."""
-    text = list(prompt.encode())
-    for _ in range(length):
-        with torch.inference_mode():
-            scores: Tensor = model(torch.tensor([text[-context:]]))
-        text.append(int(scores[0, -1].argmax()))
-    return bytes(text[len(prompt.encode()) :])
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        GPT(context=12, layers=2, width=16, heads=2).double(),
-        RecurrentNetwork(layers=2, width=16).double(),
-    ],
-    ids=["gpt", "recurrent"],
-)
-def test_texts_go_on_beside_others_as_they_do_alone(model: nn.Module) -> None:
-    generator = TextGenerator(model, context=12)
-    prompts = [
-        Prompt(prompt=prompt, length=length, temperature=0)
-        for prompt, length in (("a", 30), ("a longer prompt, beyond the context", 7), ("é", 18))
-    ]
-    for prompt, written in zip(prompts, generator.continued(prompts), strict=True):
-        assert bytes(written) == written_plainly(model, 12, prompt.prompt, prompt.length)
-
-
-def test_bytes_are_drawn_as_the_temperature_says() -> None:
-    scores = torch.tensor([0.0, 1.0, 2.0])
-    for temperature in (0.5, 1.0, 3.0):
-        drawn_from = torch.Generator().manual_seed(3)
-        drawn = torch.tensor([chosen(scores, temperature, drawn_from) for _ in range(3000)])
-        expected = (scores / temperature).softmax(0)
-        counted = torch.bincount(drawn, minlength=3) / len(drawn)
-        spread = (expected * (1 - expected) / len(drawn)).sqrt()
-        assert ((counted - expected).abs() < 4 * spread).all()
-    assert chosen(scores, 1e-300, torch.Generator()) == 2
-
-
-def test_a_seed_fixes_what_is_written() -> None:
-    torch.manual_seed(0)
-    generator = TextGenerator(GPT(context=8, layers=1, width=8, heads=1), context=8)
-    prompts = generator.inputs(["x", {"prompt": "x", "seed": 1}, {"prompt": "x", "seed": 0}])
-    first, other, again = generator.continued(prompts)
-    assert first == again != other
-
-
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        (3, "input 0 is not text"),
-        ("", "prompt is ''"),
-        ({"length": 3}, "prompt is ''"),
-        ({"prompt": "a", "lenght": 3}, "did you mean 'length'"),
-        ({"prompt": "a", "length": 10**9}, "length is 1000000000; it must be an integer from 1 to 4096"),
-        ({"prompt": "a", "length": True}, "length is True"),
-        ({"prompt": "a", "temperature": float("nan")}, "temperature is nan"),
-        ({"prompt": "a", "temperature": "hot"}, "temperature is 'hot'"),
-        ({"prompt": "a", "seed": -1}, "seed is -1"),
-        ({"prompt": "\ud800"}, "prompt is not valid text"),
-        ({"prompt": ["a"] * 10**6}, r"prompt is \['a', .{1,60}…; it must be text"),
-        ({"prompt": "a", "seed": [0] * 10**6}, r"seed is \[0, .{1,60}…; it must be"),
-        ({"prompt": "a", "x" * 10**6: 1}, r"has a field 'x{1,60}…; allowed"),
-    ],
-)
-def test_prompts_that_make_no_sense_are_refused(value: Any, said: str) -> None:
-    generator = TextGenerator(RecurrentNetwork(layers=1, width=4), context=4)
-    with pytest.raises(UserError, match=said):
-        generator.inputs([value])
-
-
-def test_generate_writes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str], digits_run: Path) -> None:
-    text = tmp_path / "book.txt"
-    text.write_text("ab" * 3000)
-    task = mh.tasks.build("recurrent", path=text, context=8, width=16, layers=1, learning_rate=0.03)
-    mh.fit(task, "single", steps=60, out=tmp_path / "run")
-    generate_command(tmp_path / "run", prompt="ba", length=6, temperature=0.0, seed=0)
-    assert capsys.readouterr().out == "babababa\n"
-    with pytest.raises(UserError, match="manyhands generate RUN --prompt"):
-        predict_command(tmp_path / "run", "hello")
-    with pytest.raises(UserError, match="does not write text; use manyhands predict"):
-        generate_command(digits_run)
 
 
 def test_sparse_lines_are_asked_one_by_one(tmp_path: Path) -> None:

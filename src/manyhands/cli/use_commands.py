@@ -130,18 +130,26 @@ def _answered(predictor: Predictor[Any], source: str, read_as: ReadAs) -> Iterat
 
 
 @dataclass(frozen=True)
-class _GenerateOptions(_Model):
+class _GenerateOptions:
+    run: Path = argument(
+        ..., "The run's directory, a file of its exported model, or Hugging Face's directory.", metavar="RUN"
+    )
     prompt: str = option("def ", "Text to continue.")
-    length: int = option(200, "Bytes to write, or tokens.")
-    temperature: float = option(0.8, "0: always the most likely one; 1: sample as the model predicts.")
+    tokens: int = option(200, "Tokens to write: bytes, where the model has no tokenizer.")
+    temperature: float = option(0.0, "0: always the likeliest token; 1: sample as the model predicts.")
+    top_k: int = option(0, "Sample among so many of the likeliest tokens; 0: all.")
+    top_p: float = option(1.0, "Sample among the likeliest tokens that together have this probability.")
     seed: int = option(0, "Fixes the sampling.")
 
 
 @from_options
 def generate_command(asked: _GenerateOptions) -> None:
-    """For runs of `train gpt` and `train recurrent`; `manyhands serve RUN` does the same over HTTP."""
+    """For runs of `train gpt` and `train recurrent`, and for GPT-2 directories of transformers with a tokenizer.json.
+
+    The text appears as it is computed. `manyhands serve RUN` does the same over HTTP.
+    """
     from manyhands.serving.opening import open_predictor
-    from manyhands.serving.torch_predictors import Prompt, TextGenerator
+    from manyhands.serving.text_generator import Prompt, TextGenerator
     from manyhands.workloads.task_options import narrowed
 
     run, prompt = asked.run, narrowed(Prompt, asked)
@@ -150,12 +158,15 @@ def generate_command(asked: _GenerateOptions) -> None:
         raise UserError(
             f"{run} belongs to task {generator.task!r}, which does not write text; use manyhands predict {run} INPUT"
         )
-    (answer,) = generator.answers([prompt])
-    print(asked.prompt + answer["text"])
-    print(
-        f"manyhands: another --seed gives another text; manyhands serve {run} answers over HTTP",
-        file=sys.stderr,
+    pieces = generator.pieces(prompt)
+    print(prompt.prompt, end="", flush=True)
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print()
+    hint = (
+        "another --seed gives another text" if prompt.temperature else "--temperature 0.8 draws other texts"
     )
+    print(f"manyhands: {hint}; manyhands serve {run} answers over HTTP", file=sys.stderr)
 
 
 @dataclass(frozen=True)

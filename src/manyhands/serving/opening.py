@@ -7,6 +7,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from manyhands.data.store.atomic import read_object
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import UserError
 from manyhands.serving.own_predictor import OwnPredictor
@@ -22,14 +23,31 @@ _FORMATS = "manyhands."  # as in manyhands.logreg.1
 
 
 def open_predictor(path: str | Path, task: Task | None = None) -> Predictor[Any]:
-    """Of a run's directory or a model file, which `task` trained where that is the user's own; UserError otherwise."""
+    """Of a run, a model file or a directory that transformers wrote; `task` trained it where that is the user's own."""
     place = Path(path)
     if task is not None:
         return OwnPredictor(exporting.load(place, task), task)
-    name, workload = workload_of(place)
-    predictor: Predictor[Any] = load(workload.predictor)(place)
+    kind = _checkpoint_kind(place)
+    if kind is None:
+        name, workload = workload_of(place)
+        opener = workload.predictor
+    elif kind == "gpt2":
+        name, opener = "gpt", "manyhands.serving.text_generator:open_gpt2"
+    else:
+        raise UserError(
+            f"{place} has a model of type {kind!r}; of Hugging Face's, only gpt2 can be asked here"
+        )
+    predictor: Predictor[Any] = load(opener)(place)
     predictor.task = name
     return predictor
+
+
+def _checkpoint_kind(place: Path) -> str | None:
+    """The model type of a directory that transformers wrote; None of anything else."""
+    file = place / "config.json"
+    if not file.is_file() or "model_type" not in (config := read_object(file)):
+        return None
+    return str(config["model_type"])
 
 
 def workload_of(place: Path) -> tuple[str, Workload]:

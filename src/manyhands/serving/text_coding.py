@@ -14,7 +14,15 @@ from manyhands.workloads.exporting import kept_file, recorded_options
 from manyhands.workloads.language.bert import BEGIN, END, FIRST_BYTE, MASK
 from manyhands.workloads.text.tokenizer import TOKENIZER_FILE, TextTokenizer, tokenizer_of_json
 
-__all__ = ["BYTES", "MASKED_BYTES", "MaskedCoding", "TextCoding", "coding_of", "masked_coding_of"]
+__all__ = [
+    "BYTES",
+    "MASKED_BYTES",
+    "MaskedCoding",
+    "TextCoding",
+    "coding_by",
+    "coding_of",
+    "masked_coding_of",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +33,8 @@ class TextCoding:
     decode: Callable[[Sequence[int]], str]
     vocabulary: int
     unit: str = "byte"
+    end_of_text: int | None = None
+    """A token that ends a text that a model writes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,13 +72,16 @@ MASKED_BYTES = MaskedCoding(
 def coding_of(path: Path) -> TextCoding:
     """That of a run, or of a file of `manyhands export`."""
     tokenizer = _tokenizer_of(path)
-    if tokenizer is None:
-        return BYTES
+    return BYTES if tokenizer is None else coding_by(tokenizer)
+
+
+def coding_by(tokenizer: TextTokenizer) -> TextCoding:
     return TextCoding(
         encode=lambda text: tokenizer.encode([text])[0],
         decode=tokenizer.decode,
         vocabulary=tokenizer.vocabulary_size,
         unit="token",
+        end_of_text=tokenizer.end_id,
     )
 
 

@@ -1,4 +1,4 @@
-"""Predictors of the built-in PyTorch tasks: images (`digits`, `mnist`), numbers, and text."""
+"""Predictors of the built-in PyTorch tasks: images (`digits`, `mnist`), numbers, and masked text."""
 
 from __future__ import annotations
 
@@ -6,44 +6,34 @@ import io
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from manyhands.data.file_reader import IMAGE_FORMATS, ImageShape, read_images
 from manyhands.data.store.atomic import write_atomically
-from manyhands.errors import ManyhandsError, UserError, first_line, nearest, num_of
+from manyhands.errors import ManyhandsError, UserError, first_line, num_of
 from manyhands.serving.opening import open_predictor
-from manyhands.serving.text_coding import (
-    BYTES,
-    MASKED_BYTES,
-    MaskedCoding,
-    TextCoding,
-    coding_of,
-)
-from manyhands.workloads.exporting import Export, ExportAsked, load, recorded_options, trained_steps
+from manyhands.serving.text_coding import MASKED_BYTES, MaskedCoding
+from manyhands.workloads.exporting import Export, ExportAsked, load, trained_steps
 from manyhands.workloads.language.bert import BERT
+from manyhands.workloads.language.sampling import shortened
 from manyhands.workloads.predictor import ModulePredictor, Predictor, ReadAs
 from manyhands.workloads.tasks.digits import ImageClassifier
 
 __all__ = [
-    "MOST_LENGTH",
     "PROGRAM_FILE",
     "ImagePredictor",
     "MaskFiller",
     "NumberPredictor",
-    "Prompt",
-    "TextGenerator",
     "export_program",
     "open_images",
     "open_numbers",
-    "open_text",
 ]
 
 _AT_ONCE = 1024
@@ -178,129 +168,6 @@ def open_numbers(path: Path) -> NumberPredictor:
     return NumberPredictor(load(path))
 
 
-MOST_LENGTH = 4096  # tokens that one request may ask for
-
-MOST_TEMPERATURE = 100.0
-_FIELDS = ("prompt", "length", "temperature", "seed")
-_MOST_SHOWN = 60
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prompt:
-    """A prompt and its sampling parameters."""
-
-    prompt: str
-    length: int = 200  # bytes or tokens to write
-    temperature: float = 0.8  # divides scores: 0 takes the likeliest token, 1 draws as the model says
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.prompt, str) or not self.prompt:
-            raise UserError(f"prompt is {_short(self.prompt)}; it must be text of at least one letter")
-        try:
-            self.prompt.encode()
-        except UnicodeEncodeError as error:
-            raise UserError("prompt is not valid text: it holds half of a surrogate pair") from error
-        for name, least, most in (("length", 1, MOST_LENGTH), ("seed", 0, 2**63 - 1)):
-            value = getattr(self, name)
-            if type(value) is not int or not least <= value <= most:
-                raise UserError(f"{name} is {_short(value)}; it must be an integer from {least} to {most}")
-        warmth = self.temperature
-        if type(warmth) not in (int, float) or not 0 <= warmth <= MOST_TEMPERATURE:
-            hottest = f"{MOST_TEMPERATURE:g}"
-            raise UserError(f"temperature is {_short(warmth)}; it must be a number from 0 to {hottest}")
-
-
-def _short(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}…"
-
-
-class TextGenerator(ModulePredictor[list[Prompt]]):
-    """Continues prompts, for models of `gpt` and `recurrent`; `context` is the model's, in tokens.
-
-    Several prompts are continued as one batch, with shorter ones padded at their end. These models are causal, so the
-    scores at the last token of each prompt do not depend on the padding.
-    """
-
-    takes: ClassVar[str] = 'a prompt, or {"prompt": …, "length": …, "temperature": …, "seed": …}'
-
-    def __init__(self, model: nn.Module, context: int, coding: TextCoding = BYTES) -> None:
-        super().__init__(model)
-        self.context, self.coding = context, coding
-
-    def blocks(self, source: str, read_as: ReadAs) -> Iterator[list[Prompt]]:
-        del read_as
-        raise UserError(f'this model writes text; use manyhands generate RUN --prompt "{source[:40]}"')
-
-    def inputs(self, values: Sequence[Any]) -> list[Prompt]:
-        prompts = []
-        for number, value in enumerate(values):
-            fields = {"prompt": value} if isinstance(value, str) else value
-            if not isinstance(fields, dict):
-                raise UserError(f"input {number} is not text; it must be {self.takes}")
-            for name in fields:
-                if name not in _FIELDS:
-                    why = f"input {number} has a field {_short(name)}; {nearest(name[:_MOST_SHOWN], _FIELDS)}"
-                    raise UserError(why)
-            try:
-                prompts.append(Prompt(**{"prompt": "", **fields}))
-                if not self.coding.encode(prompts[-1].prompt):
-                    raise UserError(
-                        f"prompt is {_short(prompts[-1].prompt)}, which has no token; give a word"
-                    )
-            except UserError as error:
-                raise UserError(f"input {number}: {error}") from error
-        return prompts
-
-    def together(self, parts: Sequence[list[Prompt]]) -> list[Prompt]:
-        return [prompt for part in parts for prompt in part]
-
-    def answers(self, inputs: list[Prompt]) -> list[Any]:
-        return [{"text": self.coding.decode(written)} for written in self.continued(inputs)]
-
-    def continued(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        texts = [self.coding.encode(prompt.prompt) for prompt in prompts]
-        starts = [len(text) for text in texts]
-        drawn_from = [torch.Generator().manual_seed(prompt.seed) for prompt in prompts]
-        with torch.inference_mode():
-            for place in range(max((prompt.length for prompt in prompts), default=0)):
-                going = [number for number, prompt in enumerate(prompts) if place < prompt.length]
-                seen = [texts[number][-self.context :] for number in going]
-                longest = max(map(len, seen))
-                filled = torch.tensor([[*text, *[0] * (longest - len(text))] for text in seen])
-                scores: Tensor = self.model(filled)
-                for row, number in enumerate(going):
-                    last = scores[row, len(seen[row]) - 1, : self.coding.vocabulary]
-                    warmth = prompts[number].temperature
-                    texts[number].append(chosen(last, warmth, drawn_from[number]))
-        return [text[start:] for text, start in zip(texts, starts, strict=True)]
-
-    @property
-    def example(self) -> Any:
-        return {"prompt": "def ", "length": 80}
-
-    def example_batch(self, count: int, seed: int = 0) -> tuple[Tensor]:
-        drawn = torch.Generator().manual_seed(seed)
-        return (torch.randint(0, self.coding.vocabulary, (count, self.context), generator=drawn),)
-
-
-def chosen(scores: Tensor, temperature: float, drawn_from: torch.Generator) -> int:
-    """Choose the next token: the most likely at temperature 0, else sampled from the tempered softmax."""
-    if temperature == 0:
-        return int(scores.argmax())
-    chances = (scores.double() / max(temperature, math.ulp(1.0))).softmax(dim=0)
-    return int(torch.multinomial(chances, 1, generator=drawn_from))
-
-
-def open_text(path: Path) -> TextGenerator:
-    model = load(path)
-    context = recorded_options(path).get("context")
-    if type(context) is not int or context < 1:  # the header of an untrusted file
-        raise UserError(f"model {path} does not name its context length; export it again")
-    return TextGenerator(model, context, coding_of(path))
-
-
 class MaskFiller(ModulePredictor[list[str]]):
     """Fills in the tokens of a text that are masked, for models of `bert`."""
 
@@ -319,7 +186,7 @@ class MaskFiller(ModulePredictor[list[str]]):
     def inputs(self, values: Sequence[Any]) -> list[str]:
         for number, text in enumerate(values):
             if not isinstance(text, str) or "[MASK]" not in text:
-                raise UserError(f"input {number} is {_short(text)}; it must be {self.takes}")
+                raise UserError(f"input {number} is {shortened(text)}; it must be {self.takes}")
             if (count := len(self.coding.row(text))) > self.context:
                 has = num_of(count - 2, self.coding.unit)
                 raise UserError(

@@ -104,16 +104,16 @@ FAMILIES: Final = {
 """The jobs that each kind of run needs besides those of its workload."""
 
 _TASKS, _LANGUAGE = "manyhands.workloads.tasks", "manyhands.workloads.language"
-_OPENED = "manyhands.serving.torch_predictors"
+_OPENED, _TEXT = "manyhands.serving.torch_predictors", "manyhands.serving.text_generator"
 
 WORKLOADS: dict[str, Workload] = {
     "digits": Workload(task=f"{_TASKS}.digits:DIGITS", predictor=f"{_OPENED}:open_images"),
     "mnist": Workload(task=f"{_TASKS}.mnist:MNIST", predictor=f"{_OPENED}:open_images"),
-    "gpt": Workload(task=f"{_LANGUAGE}.gpt:GPT_TASK", predictor=f"{_OPENED}:open_text"),
+    "gpt": Workload(task=f"{_LANGUAGE}.gpt:GPT_TASK", predictor=f"{_TEXT}:open_text"),
     "bert": Workload(
         task=f"{_LANGUAGE}.bert_tasks:BERT_TASK", predictor="manyhands.serving.text_labels:open_bert"
     ),
-    "recurrent": Workload(task=f"{_LANGUAGE}.recurrent:RECURRENT", predictor=f"{_OPENED}:open_text"),
+    "recurrent": Workload(task=f"{_LANGUAGE}.recurrent:RECURRENT", predictor=f"{_TEXT}:open_text"),
     "line": Workload(task=f"{_TASKS}.line:LINE", predictor=f"{_OPENED}:open_numbers"),
     "glove": Workload(
         training="manyhands.workloads.glove.command:GLOVE",

@@ -23,6 +23,7 @@ from manyhands.engine.chain import ChainFunction
 from manyhands.task import Task
 from manyhands.workloads.builtin_task import BuiltinTask
 from manyhands.workloads.language.huggingface import CheckpointLayout, fill
+from manyhands.workloads.language.key_values import CacheStep, LayerCache
 from manyhands.workloads.language.next_token import next_byte_loss, text_task
 from manyhands.workloads.language.presets import GPT_PRESETS, ModelSizes, SizedOptions, require_positions
 from manyhands.workloads.language.token_data import token_parts
@@ -157,9 +158,12 @@ class GPT(nn.Module):
         """How `tensor` slices it: the vocabulary here, the rest as each block says."""
         return {"transformer.wte": "vocabulary", "lm_head": "vocabulary"}
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """(batch, time) tokens to (batch, time, vocabulary) scores."""
-        scores: Tensor = self.lm_head(self.transformer(tokens))
+    def forward(self, tokens: Tensor, step: CacheStep | None = None) -> Tensor:
+        """(batch, time) tokens to (batch, time, vocabulary) scores; in a cache's step, those of the last tokens."""
+        x = self.transformer(tokens, step)
+        if step is not None:
+            x = x[torch.arange(len(x), device=x.device), step.last]
+        scores: Tensor = self.lm_head(x)
         return scores
 
 
@@ -176,10 +180,15 @@ class _Body(nn.Module):
         )
         self.ln_f = nn.LayerNorm(sizes.width)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x: Tensor = self.drop(_embedded(tokens, self.wte, self.wpe))
-        for block in self.h:
-            x = block(x)
+    def forward(self, tokens: Tensor, step: CacheStep | None = None) -> Tensor:
+        if step is None:
+            x: Tensor = self.drop(_embedded(tokens, self.wte, self.wpe))
+            for block in self.h:
+                x = block(x)
+        else:
+            x = self.wte(tokens) + self.wpe(step.places)
+            for number, block in enumerate(self.h):
+                x = block(x, step.layer(number))
         normed: Tensor = self.ln_f(x)
         return normed
 
@@ -209,8 +218,8 @@ class GPTBlock(nn.Module):
             "mlp.c_proj": "row",
         }
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.ln_1(x))
+    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), cache)
         fed: Tensor = x + self.mlp(self.ln_2(x))
         return fed
 
@@ -223,12 +232,15 @@ class _Attention(nn.Module):
         self.c_proj = nn.Linear(width, width)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
         batch, length, _ = x.shape
         by_head = self.c_attn(x).view(batch, length, 3, -1, self.head_width)  # a slice has some of the heads
         query, key, value = by_head.permute(2, 0, 3, 1, 4)
-        dropped = self.dropout.p if self.training else 0.0
-        seen = F.scaled_dot_product_attention(query, key, value, dropout_p=dropped, is_causal=True)
+        if cache is None:
+            dropped = self.dropout.p if self.training else 0.0
+            seen = F.scaled_dot_product_attention(query, key, value, dropout_p=dropped, is_causal=True)
+        else:
+            seen = cache.attend(query, key, value)
         mixed: Tensor = self.dropout(self.c_proj(seen.transpose(1, 2).reshape(batch, length, -1)))
         return mixed
 

@@ -27,6 +27,7 @@ __all__ = [
     "HasLayout",
     "export_huggingface",
     "fill",
+    "read_config",
     "read_sizes",
     "require_sizes",
     "write_checkpoint",
@@ -78,7 +79,7 @@ class HasLayout(Protocol):
 
 def read_sizes(folder: Path, layout: CheckpointLayout) -> dict[str, int]:
     """Our sizes of the model whose checkpoint `folder` is; UserError where it is of another architecture."""
-    config = _config(folder)
+    config = read_config(folder)
     file = folder / _CONFIG
     for key, wanted in {"model_type": layout.model_type, **layout.fixed}.items():
         if config.get(key, wanted) != wanted:
@@ -100,7 +101,8 @@ def read_sizes(folder: Path, layout: CheckpointLayout) -> dict[str, int]:
     return found
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of its config.json; UserError where there is none."""
     file = folder / _CONFIG
     try:
         with file.open("rb") as opened:

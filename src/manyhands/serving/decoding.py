@@ -1,0 +1,143 @@
+"""The next tokens of several texts by a model: with a cache of keys and values, or by computing each text anew.
+
+`TextEngine` is the driver of `TextScheduler`: it computes what a step says, and chooses the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.errors import UserError, format_bytes
+from manyhands.serving.text_scheduler import (
+    TextEvent,
+    TextLimits,
+    TextRequest,
+    TextScheduler,
+    TokensOfRow,
+)
+from manyhands.workloads.language.gpt import GPT
+from manyhands.workloads.language.key_values import KeyValueCache
+from manyhands.workloads.language.sampling import chosen
+
+__all__ = ["CachedDecoder", "RecomputingDecoder", "TextDecoder", "TextEngine"]
+
+
+class TextDecoder(Protocol):
+    """Computes the scores that follow the last token of each row."""
+
+    def start(self, rows: Sequence[TokensOfRow]) -> Tensor:
+        """(rows, vocabulary), after the first tokens of their texts."""
+
+    def extend(self, rows: Sequence[TokensOfRow]) -> Tensor:
+        """The same, after one more token of each."""
+
+    def move(self, source: int, target: int, length: int) -> None: ...
+
+
+class CachedDecoder:
+    """By a model whose attention reads and writes a cache."""
+
+    def __init__(self, model: GPT, rows: int) -> None:
+        self._model = model
+        self._cache = KeyValueCache(model.sizes, rows, model.transformer.wte.weight)
+
+    def start(self, rows: Sequence[TokensOfRow]) -> Tensor:
+        step = self._cache.start([one.row for one in rows], [len(one.tokens) for one in rows])
+        scores: Tensor = self._model(_padded(rows).to(step.rows.device), step)
+        return scores
+
+    def extend(self, rows: Sequence[TokensOfRow]) -> Tensor:
+        step = self._cache.extend([one.row for one in rows], [one.cached for one in rows])
+        tokens = torch.tensor([list(one.tokens) for one in rows], device=step.rows.device)
+        scores: Tensor = self._model(tokens, step)
+        return scores
+
+    def move(self, source: int, target: int, length: int) -> None:
+        self._cache.move(source, target, length)
+
+
+class RecomputingDecoder:
+    """By any causal model of tokens, which sees each text from its beginning for every token."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._texts: dict[int, list[int]] = {}
+
+    def start(self, rows: Sequence[TokensOfRow]) -> Tensor:
+        self._texts |= {one.row: list(one.tokens) for one in rows}
+        return self._scores(rows)
+
+    def extend(self, rows: Sequence[TokensOfRow]) -> Tensor:
+        for one in rows:
+            self._texts[one.row] += one.tokens
+        return self._scores(rows)
+
+    def move(self, source: int, target: int, length: int) -> None:
+        self._texts[target] = self._texts[source][:length]
+
+    def _scores(self, rows: Sequence[TokensOfRow]) -> Tensor:
+        whole = [TokensOfRow(one.row, self._texts[one.row], 0) for one in rows]
+        scores: Tensor = self._model(
+            _padded(whole)
+        )  # the model is causal: scores do not depend on the padding
+        return scores[torch.arange(len(whole)), torch.tensor([len(one.tokens) - 1 for one in whole])]
+
+
+def _padded(rows: Sequence[TokensOfRow]) -> Tensor:
+    longest = max(len(one.tokens) for one in rows)
+    return torch.tensor([[*one.tokens, *[0] * (longest - len(one.tokens))] for one in rows])
+
+
+class TextEngine:
+    """Writes several texts, a token of each in a step; `vocabulary` tokens of the model have a meaning."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        limits: TextLimits,
+        context: int,
+        vocabulary: int,
+        end_token: int | None = None,
+    ) -> None:
+        rows, self._vocabulary = limits.rows, vocabulary
+        if isinstance(model, GPT):
+            each = KeyValueCache.bytes_per_row(model.sizes, model.transformer.wte.weight)
+            rows = min(rows, limits.cache_bytes // each)
+            if not rows:
+                raise UserError(
+                    f"one text of this model needs a cache of {format_bytes(each)}, more than cache_bytes="
+                    f"{format_bytes(limits.cache_bytes)}; allow more"
+                )
+        self._decoder: TextDecoder = (
+            CachedDecoder(model, rows) if isinstance(model, GPT) else RecomputingDecoder(model)
+        )
+        self._scheduler = TextScheduler(replace(limits, rows=rows), context, end_token)
+
+    @property
+    def is_idle(self) -> bool:
+        return self._scheduler.is_idle
+
+    def submit(self, request: TextRequest) -> Sequence[TextEvent]:
+        return self._scheduler.submit(request)
+
+    def cancel(self, number: int) -> None:
+        self._scheduler.cancel(number)
+
+    def step(self, now: float) -> list[TextEvent]:
+        """Compute one token of every text that has a row."""
+        step, refused = self._scheduler.plan(now)
+        events = list[TextEvent](refused)
+        if step is None:
+            return events
+        with torch.inference_mode():
+            for move in step.moves:
+                self._decoder.move(move.source, move.target, move.cached)
+            parts = [self._decoder.start(step.starts)] if step.starts else []
+            parts += [self._decoder.extend(step.extends)] if step.extends else []
+            tokens = chosen(torch.cat(parts)[:, : self._vocabulary], step.how, step.places) if parts else []
+        return [*events, *self._scheduler.record(tokens)]
