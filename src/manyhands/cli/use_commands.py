@@ -174,7 +174,9 @@ class _ExportOptions:
     run: Path = argument(..., "The run's directory.")
     precision: str = option("fp32", "fp32, bf16 (half the bytes) or int8 (about a quarter, scaled by block).")
     file_format: str = option(
-        "safetensors", "safetensors: weights; torch-export: a program; huggingface: a directory.", "--format"
+        "safetensors",
+        "safetensors: weights; torch-export: a program; huggingface, peft: a directory.",
+        "--format",
     )
     out: Path | None = option(
         None,
@@ -195,8 +197,9 @@ def export_command(asked: _ExportOptions) -> None:
     """The size is that of the file; the loss of accuracy is measured on the task's evaluation data, before and after.
 
     A torch-export program is compared with the module, and the largest difference is printed. Of `gpt` and `bert`,
-    huggingface writes config.json and model.safetensors into a directory, as transformers reads them. `mh.load(FILE)`
-    gives the module with the weights of a safetensors file; `manyhands predict FILE` and `serve FILE` read it, too.
+    huggingface writes config.json and model.safetensors into a directory, as transformers reads them, and peft the
+    adapters of a run with LoRA. `mh.load(FILE)` gives the module with the weights of a safetensors file; `manyhands
+    predict FILE` and `serve FILE` read it, too.
     """
     from manyhands.serving.opening import workload_of
     from manyhands.workloads.exporting import ExportAsked
@@ -206,6 +209,7 @@ def export_command(asked: _ExportOptions) -> None:
     formats = {
         "torch-export": "manyhands.serving.torch_predictors:export_program",
         "huggingface": "manyhands.workloads.language.huggingface:export_huggingface",
+        "peft": "manyhands.workloads.language.huggingface:export_adapter",
         "safetensors": "manyhands.workloads.exporting:export_weights"
         if asked.task
         else workload_of(asked.run)[1].exporter,
@@ -218,8 +222,9 @@ def export_command(asked: _ExportOptions) -> None:
     share = export.num_bytes / export.full_bytes if export.full_bytes else 1.0
     size = f"{format_bytes(export.num_bytes)}, {share:.0%} of single precision"
     print(f"{export.precision}, after {export.steps} steps: {size}")
-    if asked.file_format == "huggingface":
-        print(f"model  {export.path}, for from_pretrained of transformers")
+    if asked.file_format in ("huggingface", "peft"):
+        reader = {"huggingface": "transformers", "peft": "peft"}[asked.file_format]
+        print(f"model  {export.path}, for from_pretrained of {reader}")
     elif export.largest_difference is None:
         _print_cost(export)
         print(f"model  {export.path}")

@@ -22,6 +22,7 @@ __all__ = [
     "coding_by",
     "coding_of",
     "masked_coding_of",
+    "tokenizer_of",
 ]
 
 
@@ -71,7 +72,7 @@ MASKED_BYTES = MaskedCoding(
 
 def coding_of(path: Path) -> TextCoding:
     """That of a run, or of a file of `manyhands export`."""
-    tokenizer = _tokenizer_of(path)
+    tokenizer = tokenizer_of(path)
     return BYTES if tokenizer is None else coding_by(tokenizer)
 
 
@@ -87,7 +88,7 @@ def coding_by(tokenizer: TextTokenizer) -> TextCoding:
 
 def masked_coding_of(path: Path) -> MaskedCoding:
     """The same of a model that fills in what is masked."""
-    tokenizer = _tokenizer_of(path)
+    tokenizer = tokenizer_of(path)
     if tokenizer is None:
         return MASKED_BYTES
     return MaskedCoding(
@@ -102,10 +103,15 @@ def masked_coding_of(path: Path) -> MaskedCoding:
     )
 
 
-def _tokenizer_of(path: Path) -> TextTokenizer | None:
+def tokenizer_of(path: Path) -> TextTokenizer | None:
+    """That which a run, or a file of `manyhands export`, keeps; None where its texts are read byte by byte."""
     text = kept_file(path, TOKENIZER_FILE)
     if text is not None:
         return tokenizer_of_json(text, f"{path}: {TOKENIZER_FILE}")
-    if recorded_options(path).get("data") is not None:
-        raise UserError(f"{path} has lost its {TOKENIZER_FILE}; copy it there from the folder of tokens")
+    options = recorded_options(path)
+    made_of = options.get("tokenizer" if options.get("task") == "classification" else "data")
+    if made_of is not None:
+        raise UserError(
+            f"{path} has lost its {TOKENIZER_FILE}; copy it there from where it was trained: {made_of}"
+        )
     return None

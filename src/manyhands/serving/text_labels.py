@@ -11,14 +11,12 @@ from torch import Tensor
 
 from manyhands.data.file_reader import read_text
 from manyhands.errors import UserError
-from manyhands.serving.text_coding import masked_coding_of
+from manyhands.serving.text_coding import masked_coding_of, tokenizer_of
 from manyhands.serving.torch_predictors import MaskFiller
-from manyhands.workloads.exporting import load, recorded_options
+from manyhands.workloads.exporting import load
 from manyhands.workloads.language.bert import BERT
-from manyhands.workloads.language.bert_tasks import BertTaskOptions, text_rows
 from manyhands.workloads.language.classification import BertClassifier, TextRows
 from manyhands.workloads.predictor import ModulePredictor, ReadAs
-from manyhands.workloads.task_options import chosen
 
 __all__ = ["TextLabels", "open_bert"]
 
@@ -75,7 +73,6 @@ def open_bert(path: Path) -> TextLabels | MaskFiller:
     """For what the run learned."""
     model = load(path)
     if isinstance(model, BertClassifier):
-        options = chosen("bert", BertTaskOptions, recorded_options(path))
-        return TextLabels(model, text_rows(options))
+        return TextLabels(model, TextRows(model.sizes.context, tokenizer_of(path)))
     assert isinstance(model, BERT), "the task of this predictor has such models"
     return MaskFiller(model, masked_coding_of(path))

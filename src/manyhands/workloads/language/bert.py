@@ -26,7 +26,7 @@ from manyhands.data.batches import BatchedDataset
 from manyhands.data.file_reader import VOCABULARY
 from manyhands.errors import UserError
 from manyhands.task import Task
-from manyhands.workloads.language.huggingface import CheckpointLayout, fill
+from manyhands.workloads.language.huggingface import CheckpointLayout
 from manyhands.workloads.language.next_token import held_out_text
 from manyhands.workloads.language.presets import BERT_PRESETS, ModelSizes, SizedOptions, require_positions
 from manyhands.workloads.language.token_data import token_parts
@@ -71,6 +71,7 @@ BERT_LAYOUT = CheckpointLayout(
         (r"LayerNorm\.beta$", "LayerNorm.bias"),
         (r"^cls\.predictions\.bias$", "cls.predictions.decoder.bias"),
     ),
+    adapted=("query", "value"),
     ignored=r"^bert\.pooler\.|^cls\.seq_relationship\.|\.position_ids$",
 )
 
@@ -128,14 +129,11 @@ def _task(
 
 
 def masked_model(options: BertOptions) -> BERT:
-    return BERT(**asdict(options.sizes), dropout=options.dropout)
+    return options.adapted(BERT(**asdict(options.sizes), dropout=options.dropout))
 
 
 def _started(options: BertOptions) -> BERT:
-    model = masked_model(options)
-    if options.init is not None:
-        fill(model, options.init, BERT_LAYOUT, asdict(options.sizes))
-    return model
+    return options.started(masked_model(options))
 
 
 class MaskedBytes(BatchedDataset):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -22,14 +22,14 @@ from manyhands.workloads.language.classification import (
     label_loss,
     labels_found,
 )
-from manyhands.workloads.language.huggingface import fill
+from manyhands.workloads.language.presets import padded_vocabulary
 from manyhands.workloads.task_options import option
 from manyhands.workloads.text.labeled_texts import LabeledRow, LabeledTexts, labels_of
-from manyhands.workloads.text.tokenizer import read_tokenizer
+from manyhands.workloads.text.tokenizer import TOKENIZER_FILE, read_tokenizer
 
-__all__ = ["BERT_TASK", "BertTaskOptions", "text_rows"]
+__all__ = ["BERT_TASK", "BertTaskOptions"]
 
-_TOKENIZERS = ("tokenizer.json", "vocab.txt")
+_TOKENIZERS = (TOKENIZER_FILE, "vocab.txt")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +71,9 @@ class BertTaskOptions(BertOptions):
             )
 
     def _vocabulary_of_data(self) -> int | None:
-        return None if self.task == "classification" else BertOptions._vocabulary_of_data(self)
+        if self.task == "masked":
+            return BertOptions._vocabulary_of_data(self)
+        return None if self.tokenizer is None else padded_vocabulary(read_tokenizer(self.tokenizer))
 
 
 def _texts(options: BertTaskOptions) -> LabeledTexts:
@@ -80,8 +82,8 @@ def _texts(options: BertTaskOptions) -> LabeledTexts:
     return LabeledTexts(path=options.data, text=options.text, label=options.label)
 
 
-def text_rows(options: BertTaskOptions) -> TextRows:
-    """How its texts become rows; UserError where the model does not know every token."""
+def _rows(options: BertTaskOptions) -> TextRows:
+    """How the texts become rows; UserError where the model does not know every token."""
     tokenizer = None if options.tokenizer is None else read_tokenizer(options.tokenizer)
     rows = TextRows(options.sizes.context, tokenizer)
     if rows.vocabulary > options.sizes.vocabulary:
@@ -98,7 +100,7 @@ def _task(options: BertTaskOptions) -> Task:
 
 
 def _classification(options: BertTaskOptions) -> Task:
-    texts, rows = _texts(options), text_rows(options)
+    texts, rows = _texts(options), _rows(options)
     learned, held_out = texts.split(options.evaluation_share)
 
     def tensors(part: list[LabeledRow]) -> dict[str, torch.Tensor]:
@@ -114,11 +116,12 @@ def _classification(options: BertTaskOptions) -> Task:
         batch_size=options.batch_size,
         evaluation=tensors(held_out),
         metrics={"accuracy": accuracy, "macro_f1": (MacroF1(len(options.labels)), labels_found)},
+        files={} if rows.tokenizer is None else {TOKENIZER_FILE: rows.tokenizer.json},
     )
 
 
 def _classifier(options: BertTaskOptions) -> BertClassifier:
-    return BertClassifier(options.sizes, options.labels, options.dropout)
+    return options.adapted(BertClassifier(options.sizes, options.labels, options.dropout))
 
 
 _MODELS: dict[str, Callable[[BertTaskOptions], nn.Module]] = {
@@ -132,10 +135,7 @@ def _model(options: BertTaskOptions) -> nn.Module:
 
 
 def _started(options: BertTaskOptions) -> BertClassifier:
-    model = _classifier(options)
-    if options.init is not None:
-        fill(model, options.init, model.layout, asdict(options.sizes))
-    return model
+    return options.started(_classifier(options))
 
 
 BERT_TASK = BuiltinTask(

@@ -35,6 +35,7 @@ __all__ = [
 CLASSIFIER_LAYOUT = replace(
     BERT_LAYOUT,
     ignored=r"^cls\.|\.position_ids$",
+    peft_config={"task_type": "SEQ_CLS"},
     optional=r"^bert\.pooler\.|^classifier\.",
 )
 

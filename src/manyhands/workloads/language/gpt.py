@@ -22,7 +22,7 @@ from manyhands.data.file_reader import VOCABULARY
 from manyhands.engine.chain import ChainFunction
 from manyhands.task import Task
 from manyhands.workloads.builtin_task import BuiltinTask
-from manyhands.workloads.language.huggingface import CheckpointLayout, fill
+from manyhands.workloads.language.huggingface import CheckpointLayout
 from manyhands.workloads.language.key_values import CacheStep, LayerCache
 from manyhands.workloads.language.next_token import next_byte_loss, text_task
 from manyhands.workloads.language.presets import GPT_PRESETS, ModelSizes, SizedOptions, require_positions
@@ -51,6 +51,8 @@ GPT2_LAYOUT = CheckpointLayout(
     },
     renamed=((r"^(?=(wte|wpe|h|ln_f)\.)", "transformer."),),  # of a file without the head
     ignored=r"\.attn\.(bias|masked_bias)$",
+    adapted=("c_attn",),
+    peft_config={"task_type": "CAUSAL_LM", "fan_in_fan_out": True},
     transposed=r"\.(c_attn|c_proj|c_fc)\.weight$",
 )
 
@@ -85,14 +87,11 @@ def gpt(options: GPTOptions | None = None) -> Task:
 
 
 def _model(options: GPTOptions) -> GPT:
-    return GPT(**asdict(options.sizes), tied=options.tied, dropout=options.dropout)
+    return options.adapted(GPT(**asdict(options.sizes), tied=options.tied, dropout=options.dropout))
 
 
 def _started(options: GPTOptions) -> GPT:
-    model = _model(options)
-    if options.init is not None:
-        fill(model, options.init, GPT2_LAYOUT, asdict(options.sizes))
-    return model
+    return options.started(_model(options))
 
 
 GPT_TASK = BuiltinTask(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,14 +17,24 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.data.store.atomic import write_atomically
-from manyhands.data.store.tensorfile import encode_tensors, read_tensors, without_aliases
+from manyhands.data.store.tensorfile import encode_tensors, without_aliases
 from manyhands.errors import UserError
-from manyhands.workloads.exporting import Export, ExportAsked, kept_file, load, trained_steps
+from manyhands.workloads.exporting import (
+    Export,
+    ExportAsked,
+    kept_file,
+    load,
+    recorded_options,
+    trained_steps,
+)
+from manyhands.workloads.language.checkpoint_files import read_json, read_weights
+from manyhands.workloads.language.lora import adapted_layers, is_adapter, merged, write_adapter
 from manyhands.workloads.text.tokenizer import TOKENIZER_FILE, TextTokenizer, tokenizer_of_json
 
 __all__ = [
     "CheckpointLayout",
     "HasLayout",
+    "export_adapter",
     "export_huggingface",
     "fill",
     "read_config",
@@ -34,7 +44,6 @@ __all__ = [
 ]
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
-_MOST_CONFIG_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +63,10 @@ class CheckpointLayout:
     """A pattern of tensors that are left out: buffers, and heads that the model does not have."""
     optional: str = "$."
     """A pattern of tensors that a file may lack: those of a head that is trained anew."""
+    adapted: tuple[str, ...] = ()
+    """The layers to which LoRA gives adapters by default, as peft does."""
+    peft_config: Mapping[str, Any] = field(default_factory=dict)
+    """What the files of adapters say of the model."""
     transposed: str = "$."
     """A pattern of matrices that the files have transposed."""
 
@@ -79,8 +92,8 @@ class HasLayout(Protocol):
 
 def read_sizes(folder: Path, layout: CheckpointLayout) -> dict[str, int]:
     """Our sizes of the model whose checkpoint `folder` is; UserError where it is of another architecture."""
-    config = read_config(folder)
     file = folder / _CONFIG
+    config = read_config(folder)
     for key, wanted in {"model_type": layout.model_type, **layout.fixed}.items():
         if config.get(key, wanted) != wanted:
             raise UserError(
@@ -103,20 +116,7 @@ def read_sizes(folder: Path, layout: CheckpointLayout) -> dict[str, int]:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The content of its config.json; UserError where there is none."""
-    file = folder / _CONFIG
-    try:
-        with file.open("rb") as opened:
-            content = opened.read(_MOST_CONFIG_BYTES + 1)
-        config = json.loads(content) if len(content) <= _MOST_CONFIG_BYTES else None
-    except OSError as error:
-        raise UserError(
-            f"{file} cannot be read: {error.strerror}; give a directory with {_CONFIG} and {_WEIGHTS}"
-        ) from error
-    except (ValueError, RecursionError):
-        config = None
-    if not isinstance(config, dict):
-        raise UserError(f"{file} is not a JSON object; give a directory that transformers wrote")
-    return config
+    return read_json(folder / _CONFIG, f"a directory with {_CONFIG} and {_WEIGHTS}")
 
 
 def require_sizes(folder: Path, found: Mapping[str, int], wanted: Mapping[str, int]) -> None:
@@ -132,14 +132,11 @@ def fill(model: nn.Module, folder: Path, layout: CheckpointLayout, sizes: Mappin
     """Copy the weights of a checkpoint into the model; UserError names what does not fit."""
     require_sizes(folder, read_sizes(folder, layout), sizes)
     file = folder / _WEIGHTS
-    try:
-        read = read_tensors(file) if file.is_file() else None
-    except ValueError as error:
-        raise UserError(f"{file} {error}; give a directory that transformers wrote") from error
-    if read is None:
-        raise UserError(f"{folder} has no {_WEIGHTS}; give a directory that transformers wrote, in one file")
+    read = read_weights(file, "a directory that transformers wrote, in one file")
     tensors = {layout.name(name): value for name, value in read.items()}
-    wanted = dict(model.named_parameters(remove_duplicate=False))
+    wanted = {
+        name: one for name, one in model.named_parameters(remove_duplicate=False) if not is_adapter(name)
+    }
     for name, value in tensors.items():
         if name not in wanted:
             if re.search(layout.ignored, name):
@@ -176,7 +173,7 @@ def write_checkpoint(model: nn.Module, folder: Path, tokenizer: TextTokenizer | 
     files = {} if tokenizer is None else tokenizer.as_pretrained(sizes[layout.sizes["context"]])
     if tokenizer is not None and tokenizer.end_id is not None:
         text |= dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.end_id)
-    kept, _ = without_aliases(model.state_dict())
+    kept, _ = without_aliases(merged(model))
     tensors = {name: layout.as_written(name, value).float() for name, value in kept.items()}
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / _WEIGHTS, encode_tensors(tensors))
@@ -188,22 +185,40 @@ def write_checkpoint(model: nn.Module, folder: Path, tokenizer: TextTokenizer | 
 
 def export_huggingface(asked: ExportAsked) -> Export:
     """Write the newest weights of a run as such a directory, into `out` or RUN/huggingface."""
+    model, _ = _trained(asked, "huggingface")
+    definition = kept_file(asked.run, TOKENIZER_FILE)
+    tokenizer = None if definition is None else tokenizer_of_json(definition)
+    return _exported(asked, write_checkpoint(model, asked.target("huggingface"), tokenizer), model)
+
+
+def export_adapter(asked: ExportAsked) -> Export:
+    """Write the newest adapters of a run as peft has them, into `out` or RUN/adapter."""
+    model, layout = _trained(asked, "peft")
+    if not any(True for _ in adapted_layers(model)):
+        raise UserError(
+            f"--format peft: {asked.run} has no adapters; train with --lora, or leave --format out"
+        )
+    about = {**layout.peft_config, "base_model_name_or_path": recorded_options(asked.run).get("init")}
+    return _exported(asked, write_adapter(model, asked.target("adapter"), about), model)
+
+
+def _trained(asked: ExportAsked, form: str) -> tuple[nn.Module, CheckpointLayout]:
     if asked.precision != "fp32" or asked.test is not None:
-        raise UserError("--format huggingface writes single precision: leave --precision and --test out")
+        raise UserError(f"--format {form} writes single precision: leave --precision and --test out")
     model = load(asked.run, asked.task)
     if not isinstance(model, HasLayout):
         raise UserError(
-            f"--format huggingface: {type(model).__name__} is no model of transformers; train `gpt` or `bert`, or "
+            f"--format {form}: {type(model).__name__} is no model of transformers; train `gpt` or `bert`, or "
             "leave --format out"
         )
-    folder = asked.target("huggingface")
-    definition = kept_file(asked.run, TOKENIZER_FILE)
-    file = write_checkpoint(model, folder, None if definition is None else tokenizer_of_json(definition))
-    num_bytes = file.stat().st_size
+    return model, model.layout
+
+
+def _exported(asked: ExportAsked, file: Path, model: nn.Module) -> Export:
     return Export(
-        path=folder,
+        path=file.parent,
         precision="fp32",
         steps=trained_steps(asked.run, asked.task),
-        num_bytes=num_bytes,
-        full_bytes=num_bytes,
+        num_bytes=file.stat().st_size,
+        full_bytes=sum(4 * one.numel() for one in model.parameters()),
     )

@@ -5,15 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
+
+from torch import nn
 
 from manyhands.errors import UserError
-from manyhands.workloads.language.huggingface import CheckpointLayout, read_sizes, require_sizes
+from manyhands.workloads.language.huggingface import (
+    CheckpointLayout,
+    HasLayout,
+    fill,
+    read_sizes,
+    require_sizes,
+)
+from manyhands.workloads.language.lora import Lora, add_adapters, read_adapter, read_lora
 from manyhands.workloads.language.next_token import TextOptions
 from manyhands.workloads.task_options import check_options, option
 from manyhands.workloads.text.token_files import TokenFiles
+from manyhands.workloads.text.tokenizer import TextTokenizer
 
-__all__ = ["BERT_PRESETS", "GPT_PRESETS", "ModelSizes", "SizedOptions", "require_positions"]
+__all__ = [
+    "BERT_PRESETS",
+    "GPT_PRESETS",
+    "ModelSizes",
+    "SizedOptions",
+    "padded_vocabulary",
+    "require_positions",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,8 +73,10 @@ BERT_PRESETS = {
     "bert-large": _sizes(24, 1024, 16, 512, 30522),
 }
 
+Model = TypeVar("Model", bound=nn.Module)
 _PRESET = "the preset's"
 _MULTIPLE = 64  # of rows in an embedding: what the matrix units of GPUs take at once
+_LAYERS = "c_attn for gpt; query, value for bert"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +103,12 @@ class SizedOptions(TextOptions):
     )
     data: Path | None = option(None, "learn from this folder of tokens, written by `manyhands tokenize`")
     length: int | None = option(None, "tokens in a row of --data", at_least=1, shown="the context")
+    lora: int | None = option(None, "keep the weights of --init, and learn adapters of this rank", at_least=1)
+    lora_alpha: float | None = option(
+        None, "adapters are scaled by alpha/rank", above=0, shown="twice the rank"
+    )
+    lora_layers: tuple[str, ...] = option((), "layers that get an adapter", shown=_LAYERS)
+    adapter: Path | None = option(None, "start with the adapters in this directory, as peft writes them")
 
     def __post_init__(self) -> None:
         """Fill in the sizes that were not given, so that a run records all of them."""
@@ -99,6 +124,46 @@ class SizedOptions(TextOptions):
         for name, value in {**found, **given}.items():
             object.__setattr__(self, name, value)
         ModelSizes(**{**found, **given})  # checked against each other
+        self._fill_in_lora()
+
+    def _fill_in_lora(self) -> None:
+        if self.lora is None and self.adapter is not None:
+            found = read_lora(self.adapter)
+            for name, value in (
+                ("lora", found.rank),
+                ("lora_alpha", found.alpha),
+                ("lora_layers", found.layers),
+            ):
+                object.__setattr__(self, name, value)
+        if self.lora is None:
+            if self.lora_alpha is not None or self.lora_layers:
+                raise UserError(
+                    "lora_alpha and lora_layers are of adapters; give their rank as well, such as lora=8"
+                )
+            return
+        if self.init is None:
+            raise UserError(
+                f"lora is {self.lora}, but init is not given; give the checkpoint whose weights are kept"
+            )
+        if self.lora > self.sizes.width:
+            raise UserError(f"lora is {self.lora}; it must be at most the width, {self.sizes.width}")
+        object.__setattr__(self, "lora_alpha", self.lora_alpha or 2.0 * self.lora)
+        object.__setattr__(self, "lora_layers", self.lora_layers or self.layout.adapted)
+
+    def adapted(self, model: Model) -> Model:
+        """A model of these sizes, with the adapters that are asked for."""
+        if self.lora is not None and self.lora_alpha is not None:
+            lora = Lora(rank=self.lora, alpha=self.lora_alpha, layers=self.lora_layers)
+            add_adapters(model, lora, _layout_of(model).optional)
+        return model
+
+    def started(self, model: Model) -> Model:
+        """The same with the weights to begin with; UserError where a file does not fit."""
+        if self.init is not None:
+            fill(model, self.init, _layout_of(model), asdict(self.sizes))
+        if self.adapter is not None:
+            read_adapter(model, self.adapter)
+        return model
 
     @property
     def sizes(self) -> ModelSizes:
@@ -107,7 +172,17 @@ class SizedOptions(TextOptions):
     def _vocabulary_of_data(self) -> int | None:
         if self.data is None:
             return None
-        return -(-TokenFiles(self.data).tokenizer.vocabulary_size // _MULTIPLE) * _MULTIPLE
+        return padded_vocabulary(TokenFiles(self.data).tokenizer)
 
     def _given(self) -> dict[str, int | None]:
         return {field.name: getattr(self, field.name) for field in fields(ModelSizes)}
+
+
+def padded_vocabulary(tokenizer: TextTokenizer) -> int:
+    """How many tokens a model has for those of a tokenizer."""
+    return -(-tokenizer.vocabulary_size // _MULTIPLE) * _MULTIPLE
+
+
+def _layout_of(model: nn.Module) -> CheckpointLayout:
+    assert isinstance(model, HasLayout), "the tasks with these options have such models"
+    return model.layout
