@@ -15,6 +15,7 @@ import manyhands as mh
 from equality import OPTIMIZERS, distance, train_plainly
 from manyhands.data.batches import BatchPlan, BatchSource
 from manyhands.workloads.language.gpt import GPT
+from manyhands.workloads.language.lora import Lora, add_adapters
 from manyhands.workloads.tasks import build
 from manyhands.workloads.text.masking import IGNORED
 
@@ -109,3 +110,35 @@ def test_fifty_steps_have_the_losses_of_a_plain_loop() -> None:
         )
         < 1e-9
     )
+
+
+ADAPTED = [
+    ("mirrored", 3),
+    ("allreduce algorithm=ring", 2),
+    ("central", 2),
+    ("sharded", 3),
+    ("ps servers=2", 2),
+    ("pipeline stages=2 microbatches=2", 2),
+]
+# Base weights too, to compute with them; and what passes from stage to stage.
+GATHERS = ("sharded", "pipeline stages=2 microbatches=2")
+
+
+@pytest.mark.parametrize(("strategy", "workers"), ADAPTED)
+def test_adapters_learn_as_in_one_process_and_nothing_else_is_sent(strategy: str, workers: int) -> None:
+    """The base keeps its bits; what is sent are gradients of adapters, and adapters: 3 % of the weights."""
+    task = in_double(build("gpt", **TINY))
+    torch.manual_seed(0)
+    template = GPT(context=12, layers=2, width=12, heads=3, vocabulary=256).double()
+    before = {name: value.clone() for name, value in template.state_dict().items()}
+    add_adapters(template, Lora(rank=2, alpha=4.0, layers=("c_attn",)))
+    task = replace(task, model=lambda: copy.deepcopy(template))
+    wanted = train_plainly(task, STEPS)
+    run = mh.fit(task, strategy, workers=workers, steps=STEPS, seed=0)
+    found = run.model.state_dict()
+    assert distance(found, wanted) < 1e-9
+    assert distance(found, template.state_dict()) > 1e-3  # it learned
+    assert all(torch.equal(found[name], value) for name, value in before.items())
+    if strategy not in GATHERS:
+        adapters = sum(one.nbytes for one in template.parameters() if one.requires_grad)
+        assert run.summary["sent"]["gradients"]["bytes_sent"] <= 2 * workers * STEPS * adapters
