@@ -42,9 +42,8 @@ def model() -> nn.Module:
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return F.cross_entropy(
-        model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED
-    )
+    scores = torch.take_along_dim(model(batch["tokens"]), batch["places"][..., None], 1)
+    return F.cross_entropy(scores.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
 
 
 def task(folder: Path) -> mh.Task:

@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import manyhands as mh
 from manyhands.data.batches import BatchSource
 from manyhands.errors import UserError
 from manyhands.serving.opening import open_predictor
-from manyhands.workloads.language.bert import BEGIN, BERT, END, FIRST_BYTE, MASK, MaskedBytes
+from manyhands.workloads.language.bert import BEGIN, BERT, END, FIRST_BYTE, MASK, MaskedBytes, masked_loss
 from manyhands.workloads.language.presets import BERT_PRESETS
 from manyhands.workloads.tasks import build
 from manyhands.workloads.text.masking import IGNORED
@@ -26,15 +27,32 @@ def test_a_row_is_its_bytes_with_as_many_targets_in_each_epoch() -> None:
     data = MaskedBytes(text, 22)
     first, again, later = (BatchSource(data).fetch([0, 1, 2], epoch) for epoch in (0, 0, 1))
     assert torch.equal(first["tokens"], again["tokens"])
-    assert not torch.equal(first["labels"], later["labels"])
+    assert not torch.equal(first["places"], later["places"])
     assert (first["tokens"][:, 0] == BEGIN).all()
     assert (first["tokens"][:, -1] == END).all()
     for batch in (first, later):
-        targets = batch["labels"] != IGNORED
-        assert targets.sum(1).tolist() == [3, 3, 3]
-        read = batch["tokens"].where(~targets, batch["labels"])[:, 1:-1] - FIRST_BYTE
+        assert batch["places"].shape == batch["labels"].shape == (3, 3)
+        assert (batch["labels"] != IGNORED).all()
+        read = batch["tokens"].scatter(1, batch["places"], batch["labels"])[:, 1:-1] - FIRST_BYTE
         assert bytes(read.flatten().tolist()) == text.tobytes()
         assert (batch["tokens"] == MASK).any()
+
+
+def test_scores_of_the_targets_alone_have_the_loss_and_gradients_of_scores_everywhere() -> None:
+    torch.manual_seed(0)
+    model = BERT(context=20, layers=2, width=16, heads=2, vocabulary=30).double()
+    tokens = torch.randint(4, 30, (5, 20))
+    places = torch.stack([torch.randperm(20)[:4].sort().values for _ in range(5)])
+    labels = tokens.gather(1, places)
+    labels[2, 1:] = IGNORED  # a row with fewer targets
+    everywhere = torch.full_like(tokens, IGNORED).scatter(1, places, labels)
+    wanted = F.cross_entropy(model(tokens).transpose(1, 2), everywhere, ignore_index=IGNORED)
+    gradients = torch.autograd.grad(wanted, list(model.parameters()))
+    found = masked_loss(model, {"tokens": tokens, "places": places, "labels": labels})
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        torch.autograd.grad(found, list(model.parameters())), gradients, rtol=0, atol=1e-12
+    )
 
 
 def test_a_trained_model_fills_in_what_is_masked(tmp_path: Path) -> None:

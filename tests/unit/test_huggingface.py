@@ -79,7 +79,8 @@ def test_bert_computes_and_learns_what_theirs_does(tmp_path: Path, kind: str) ->
     labels = IDS.where(IDS % 3 == 0, -100)
     for one in (theirs, model):
         optimizer = torch.optim.AdamW(one.parameters(), lr=1e-2)
-        batch = {"tokens": IDS, "labels": labels}
+        places = torch.arange(16).expand(3, 16)
+        batch = {"tokens": IDS, "places": places, "labels": labels}
         loss = masked_loss(model, batch) if one is model else theirs(IDS, labels=labels).loss
         loss.backward()
         optimizer.step()

@@ -11,7 +11,7 @@ from torch import nn
 
 import manyhands as mh
 from manyhands.errors import UserError
-from manyhands.strategies.pipeline.ends import StandIn, input_of
+from manyhands.strategies.pipeline.ends import NamesGiven, StandIn, call_of
 from manyhands.strategies.pipeline.strategy import Pipeline
 from manyhands.strategies.pipeline.training import check_model
 from manyhands.strategy import Strategy
@@ -135,7 +135,7 @@ def test_first_stage_takes_the_input_and_leaves_the_loss() -> None:
         went_on.append("there")
         return output.sum()
 
-    assert input_of(loss, torch.tensor(1.0)) == 2.0
+    assert call_of(loss, torch.tensor(1.0)).x == 2.0
     assert went_on == []
 
 
@@ -153,11 +153,11 @@ def test_last_stage_goes_on_from_the_output() -> None:
         (lambda model, batch: batch, "task.loss never calls the model"),
         (
             lambda model, batch: model(batch, batch),
-            "task.loss calls the model with several or named inputs",
+            "task.loss calls the model with 2 inputs without a name",
         ),
         (
             lambda model, batch: model(x=batch),
-            "task.loss calls the model with several or named inputs",
+            "task.loss calls the model with 0 inputs without a name",
         ),
         (
             lambda model, batch: sum(p.sum() for p in model.parameters()),
@@ -169,5 +169,17 @@ def test_last_stage_goes_on_from_the_output() -> None:
 )
 def test_losses_that_need_the_whole_model_are_refused(loss: Any, sentence: str) -> None:
     with pytest.raises(UserError, match=re.escape(sentence)):
-        input_of(loss, torch.zeros(1))
+        call_of(loss, torch.zeros(1))
     assert isinstance(StandIn(output=torch.zeros(1)), nn.Module)
+
+
+def test_names_that_a_loss_gives_are_those_that_the_chain_takes_in_every_batch() -> None:
+    names = NamesGiven([nn.Linear(1, 1), nn.MultiheadAttention(2, 1)])
+    names.check("task.loss", frozenset({"key"}))
+    assert not names.has_none("task.loss")
+    with pytest.raises(
+        UserError, match="gives the model 'key' for some batches only; give it for all of them"
+    ):
+        names.check("task.loss", frozenset())
+    with pytest.raises(UserError, match="gives the model 'mask', which no module of its chain takes"):
+        names.check("task.metrics['right']", frozenset({"mask"}))

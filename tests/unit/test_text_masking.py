@@ -22,7 +22,10 @@ def rows_of(count: int, length: int = 128) -> np.ndarray:
 
 def test_shares_are_those_of_the_paper() -> None:
     rows = rows_of(4000)
-    tokens, labels = PLAIN.mask(rows, np.arange(4000), 0)
+    masked_rows = PLAIN.mask(rows, np.arange(4000), 0)
+    tokens, labels = masked_rows.tokens, masked_rows.labels_everywhere()
+    assert masked_rows.places.shape == (4000, 19)
+    assert (np.diff(masked_rows.places[1::2]) > 0).all()
     targets = labels != IGNORED
     assert (labels[targets] == rows[targets]).all()
     assert (tokens[~targets] == rows[~targets]).all()
@@ -47,14 +50,15 @@ def test_a_row_is_masked_alike_in_any_batch_and_anew_in_each_epoch() -> None:
     for part in (slice(0, 7), slice(7, 8), slice(8, 40)):
         some = PLAIN.mask(rows[part], numbers[part], 3)
         assert (some.tokens == whole.tokens[part]).all()
+        assert (some.places == whole.places[part]).all()
         assert (some.labels == whole.labels[part]).all()
     for other in (
         PLAIN.mask(rows, numbers, 4),
         PLAIN.mask(rows, numbers + 1, 3),
         replace(PLAIN, seed=1).mask(rows, numbers, 3),
     ):
-        agree = (other.labels != IGNORED) & (whole.labels != IGNORED)
-        assert agree.sum() < 0.3 * (whole.labels != IGNORED).sum()  # 0.15 of them by chance
+        ours, others = (one.labels_everywhere() != IGNORED for one in (whole, other))
+        assert (ours & others).sum() < 0.3 * ours.sum()  # 0.15 of them by chance
 
 
 def test_whole_words_by_hand() -> None:
@@ -65,7 +69,7 @@ def test_whole_words_by_hand() -> None:
     words = [{1, 2, 3}, {4}, {5, 6}, {7}]
     seen = set()
     for number in range(200):
-        labels = masking.mask(row, np.array([number]), 0).labels[0]
+        labels = masking.mask(row, np.array([number]), 0).labels_everywhere()[0]
         targets = set(np.flatnonzero(labels != IGNORED).tolist())
         assert all(not word & targets or word <= targets for word in words)
         assert len(targets) <= 4  # half of seven, rounded

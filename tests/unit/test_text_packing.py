@@ -117,6 +117,7 @@ def test_masked_rows(tmp_path: Path) -> None:
     plain = np.stack([[1, *range(4 + 90, 4 + 120), 2], [1, *range(10 + 300, 10 + 330), 2]])
     wanted = MASKING.mask(plain, numbers, 2)
     assert (batch["tokens"].numpy() == wanted.tokens).all()
+    assert (batch["places"].numpy() == wanted.places).all()
     assert (batch["labels"].numpy() == wanted.labels).all()
     assert batch["documents"].tolist()[0] == [0] * 11 + [1] * 21
     assert batch["positions"].tolist()[0] == [*range(11), *range(21)]
@@ -130,18 +131,18 @@ def test_masks_are_drawn_by_epoch_and_the_same_for_any_workers(tmp_path: Path) -
     for step in (0, 2, 4):  # the last in the second epoch
         whole = [piece.fetch() for piece in shares.share(step, 0, 1).pieces]
         parts = [piece.fetch() for part in range(3) for piece in shares.share(step, part, 3).pieces]
-        for name in ("tokens", "labels"):
+        for name in ("tokens", "places", "labels"):
             assert torch.equal(*(torch.cat([one[name] for one in some]) for some in (whole, parts)))
     seen: dict[tuple[int, ...], list[torch.Tensor]] = {}
     for step in range(6):
         for piece in shares.share(step, 0, 1).pieces:
             batch = piece.fetch()
-            originals = torch.where(batch["labels"] != IGNORED, batch["labels"], 0)
-            for row, labels in zip(batch["tokens"], originals, strict=True):
-                kept = torch.where(labels > 0, labels, row)
-                seen.setdefault(tuple(kept.tolist()), []).append(labels)
+            assert (batch["labels"] != IGNORED).all()
+            originals = batch["tokens"].scatter(1, batch["places"], batch["labels"])
+            for row, places in zip(originals, batch["places"], strict=True):
+                seen.setdefault(tuple(row.tolist()), []).append(places)
     assert len(seen) == 20  # each once an epoch, with another mask
-    assert all(len(labels) == 2 and not torch.equal(*labels) for labels in seen.values())
+    assert all(len(places) == 2 and not torch.equal(*places) for places in seen.values())
 
 
 def test_a_batch_reads_its_own_rows_alone(tmp_path: Path) -> None:

@@ -7,18 +7,33 @@ An `nn.Sequential` is a chain. Any other model says its chain with a method:
 
 Applied in this order to the model's input they give what the model gives, to the bit. Each is a submodule of the model,
 or a `ChainFunction`, where what happens is no module's own forward.
+
+A model may take more inputs than one: `model(tokens, mask=mask)`. The first goes through the chain; each that is given
+by name goes to the modules whose forward has a parameter of that name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor, nn
 
 from manyhands.errors import UserError
 
-__all__ = ["ChainFunction", "OverTime", "SaysChain", "State", "chain_of", "named_chain"]
+__all__ = [
+    "ChainCall",
+    "ChainFunction",
+    "OverTime",
+    "SaysChain",
+    "State",
+    "applied",
+    "chain_of",
+    "named_chain",
+    "names_taken",
+]
 
 # What a recurrent module carries from one time step to the next: a tensor, or tensors in tuples, lists and dicts
 State: TypeAlias = Any
@@ -55,6 +70,30 @@ class ChainFunction(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(x, **self._modules)
+
+
+class ChainCall(NamedTuple):
+    """What a model is called with: the input of its first module, and inputs by name."""
+
+    x: Any
+    named: Mapping[str, Any]
+
+
+def applied(module: nn.Module, x: Any, named: Mapping[str, Any]) -> Any:
+    """`module(x)`, with those of the model's named inputs that the module takes."""
+    return module(x, **{name: named[name] for name in names_taken(module) if name in named} if named else {})
+
+
+def names_taken(module: nn.Module) -> tuple[str, ...]:
+    """The parameters of its forward besides the first."""
+    return _names_taken(type(module).forward)
+
+
+@cache
+def _names_taken(forward: Callable[..., Any]) -> tuple[str, ...]:
+    named = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    parameters = list(inspect.signature(forward).parameters.values())[2:]
+    return tuple(one.name for one in parameters if one.kind in named)
 
 
 def chain_of(model: nn.Module) -> tuple[nn.Module, ...]:

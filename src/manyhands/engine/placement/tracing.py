@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from manyhands.engine.chain import ChainFunction, SaysChain, named_chain
+from manyhands.engine.chain import ChainFunction, SaysChain, applied, named_chain
 from manyhands.engine.placement.placed import assigned, num_bytes, tensors_in
 from manyhands.errors import UserError
 
@@ -31,14 +31,14 @@ def trace(model: nn.Module, run: Callable[[nn.Module], Any], samples: int) -> Gr
     with torch.no_grad():
         args, kwargs = _called_with(model, run)
         plain = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
-        if (plain or isinstance(model, SaysChain)) and len(args) == 1 and not kwargs:
+        if (plain or isinstance(model, SaysChain)) and len(args) == 1:
             nodes, modules, x = [], [], args[0]
             names = {id(module): name for name, module in model.named_modules()}
             for name, module in named_chain(model):
                 given, took = x, float("inf")
                 for _ in range(_TRIES):
                     began = time.perf_counter()
-                    x = module(given)
+                    x = applied(module, given, kwargs)
                     took = min(took, time.perf_counter() - began)
                 nodes.append(_node(name, module, names, x, took))
                 modules.append(module)

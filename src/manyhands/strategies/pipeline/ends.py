@@ -1,7 +1,8 @@
 """Both ends of a chain as the task defines them: the first layer's input, and the loss of the last one's output.
 
 A worker has only some of the model's layers, and the task's `loss` and metrics see a stand-in for it. The first stage
-calls `loss(model, batch)` with a stand-in that captures the input and ends the call there. The last stage calls it with
+calls `loss(model, batch)` with a stand-in that captures the input and ends the call there, and so does any other stage
+whose modules take inputs by name. The last stage calls it with
 a stand-in that returns the output, whatever its input, so that the loss continues from it. What the loss does before it
 calls the model is done on both stages.
 """
@@ -9,7 +10,7 @@ calls the model is done on both stages.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Final, NoReturn, Protocol
@@ -18,10 +19,11 @@ from torch import Tensor, nn
 
 from manyhands.data.batches import Microbatch, Share
 from manyhands.data.randomness import mix, seed_all
+from manyhands.engine.chain import ChainCall, names_taken
 from manyhands.engine.computing import Computer
 from manyhands.errors import UserError
 
-__all__ = ["ChainEnds", "MeasureEnds", "StandIn", "TrainingEnds", "input_of"]
+__all__ = ["ChainEnds", "MeasureEnds", "NamesGiven", "StandIn", "TrainingEnds", "call_of"]
 
 _NOT_HERE: Final = (
     *("parameters", "buffers", "modules", "children", "state_dict", "load_state_dict", "get_parameter"),
@@ -33,12 +35,12 @@ _NOT_HERE: Final = (
 class _Left(BaseException):
     """Ends the call of a loss; a BaseException, so that no `except Exception` in user code stops it."""
 
-    def __init__(self, given: Any) -> None:
-        self.input = given
+    def __init__(self, call: ChainCall) -> None:
+        self.call = call
 
 
 class StandIn(nn.Module):
-    """Stands in for the model: can be called with one input, and refuses every other use of a model.
+    """Stands in for the model: can be called with one input and others by name, and refuses every other use of a model.
 
     On the last stage it returns `output`, once. With `leaves` it is that of the first stage, and ends the call.
     """
@@ -52,13 +54,13 @@ class StandIn(nn.Module):
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Stand in for the model's forward; UserError unless there is exactly one positional input."""
-        if len(inputs) != 1 or named:
+        if len(inputs) != 1:
             raise UserError(
-                f"{self._what} calls the model with several or named inputs; a model that is cut into stages takes "
-                "one input: model(input)"
+                f"{self._what} calls the model with {len(inputs)} inputs without a name; a model that is cut into "
+                "stages takes one, and others by name: model(input, mask=mask)"
             )
         if self._leaves:
-            raise _Left(inputs[0])
+            raise _Left(ChainCall(inputs[0], named))
         if self._called:
             raise UserError(
                 f"{self._what} calls the model twice; a model that is cut into stages must be called once per "
@@ -98,12 +100,44 @@ def _refuse(what: str, name: str, *_: Any, **__: Any) -> NoReturn:
     )
 
 
-def input_of(function: Callable[[nn.Module, Any], Any], batch: Any, what: str = "task.loss") -> Any:
-    """What `function(model, batch)` calls the model with; UserError where it does not call it."""
+class NamesGiven:
+    """What losses and metrics give the model by name: the same in every batch, so that not all stages need to ask."""
+
+    def __init__(self, chain: Sequence[nn.Module]) -> None:
+        self._taken = frozenset(name for module in chain for name in names_taken(module))
+        self._given: dict[str, frozenset[str]] = {}
+
+    def check(self, what: str, given: frozenset[str]) -> None:
+        """UserError for a name that no module takes, and where other names were given before."""
+        ignored = sorted(given - self._taken)
+        if ignored:
+            raise UserError(
+                f"{what} gives the model {ignored[0]!r}, which no module of its chain takes; name it in the forward of "
+                "those that need it"
+            )
+        before = self._given.setdefault(what, given)
+        if before != given:
+            name = min(before ^ given)
+            raise UserError(f"{what} gives the model {name!r} for some batches only; give it for all of them")
+
+    def has_none(self, what: str) -> bool:
+        """Whether it is known to give none."""
+        return self._given.get(what) == frozenset()
+
+
+def call_of(
+    function: Callable[[nn.Module, Any], Any],
+    batch: Any,
+    what: str = "task.loss",
+    names: NamesGiven | None = None,
+) -> ChainCall:
+    """What `function(model, batch)` calls the model with; UserError where it does not, or gives other `names`."""
     try:
         function(StandIn(what, leaves=True), batch)
     except _Left as left:
-        return left.input
+        if names is not None:
+            names.check(what, frozenset(left.call.named))
+        return left.call
     raise UserError(
         f"{what} never calls the model; a model that is cut into stages must be called once per batch: model(input)"
     )
@@ -125,6 +159,9 @@ class ChainEnds(Protocol):
     def input(self, microbatch: int) -> Any:
         """What the first module is applied to."""
 
+    def named(self, microbatch: int) -> Mapping[str, Any]:
+        """The inputs of the model that are given by name."""
+
     def loss(self, microbatch: int, output: Any) -> Tensor:
         """The loss for the last module's output, weighted."""
 
@@ -140,11 +177,14 @@ class TrainingEnds:
     the chain is cut, and when forward is run again.
     """
 
-    def __init__(self, computer: Computer, share: Share, step: int, part: int) -> None:
-        self._computer, self._share = computer, share
+    def __init__(
+        self, computer: Computer, share: Share, step: int, part: int, names: NamesGiven | None = None
+    ) -> None:
+        self._computer, self._share, self._names = computer, share, names
         self.computing = computer.precision  # the context in which modules are applied
         self._seed = mix(computer.plan.seed, step, part)
         self._batches: dict[int, Any] = {}
+        self._calls: dict[int, ChainCall] = {}
         self._pending: tuple[Callable[[], float], float] | None = None
         self._loss = 0.0
         self.input_ns = 0  # nanoseconds spent fetching samples
@@ -161,16 +201,28 @@ class TrainingEnds:
             self.input_ns += time.monotonic_ns() - begin_ns
 
     def input(self, microbatch: int) -> Any:
-        self.prepare(microbatch)
-        self._seed_task(microbatch)
-        with self.computing():
-            return input_of(self._computer.task.loss, self._batches[microbatch])
+        return self._call(microbatch).x
+
+    def named(self, microbatch: int) -> Mapping[str, Any]:
+        if self._names is not None and self._names.has_none("task.loss"):
+            return {}
+        return self._call(microbatch).named
+
+    def _call(self, microbatch: int) -> ChainCall:
+        if microbatch not in self._calls:
+            self.prepare(microbatch)
+            self._seed_task(microbatch)
+            with self.computing():
+                batch = self._batches[microbatch]
+                self._calls[microbatch] = call_of(self._computer.task.loss, batch, names=self._names)
+        return self._calls[microbatch]
 
     def loss(self, microbatch: int, output: Any) -> Tensor:
         """The task's loss for this output, times the micro-batch's weight in the global batch."""
         self.prepare(microbatch)
         piece = self._share.pieces[microbatch]
         model = StandIn(output=output)
+        self._calls.pop(microbatch, None)
         self._seed_task(microbatch)
         loss = self._computer.loss(model, self._batches.pop(microbatch), piece, self._share)
         model.require_call()
@@ -202,20 +254,24 @@ class MeasureEnds:
         number: int,
         piece: Microbatch,
         named: tuple[str, Callable[[nn.Module, Any], Any]],
+        names: NamesGiven,
     ) -> None:
         self._computer, self._piece = computer, piece
         self._seed = mix(computer.plan.seed, _EVALUATION, number)
-        self._name, self._function = named
+        (self._name, self._function), self._names = named, names
         self._what = "task.loss" if self._name == "evaluation_loss" else f"task.metrics[{self._name!r}]"
 
     def begin(self, place: int) -> None:
         seed_all(mix(self._seed, place + 1))
 
-    def input(self) -> Any:
+    def call(self) -> ChainCall:
         seed_all(self._seed)
         batch = self._computer.fetch(self._piece)
         with self._computer.precision():
-            return input_of(self._function, batch, self._what)
+            return call_of(self._function, batch, self._what, self._names)
+
+    def named(self) -> Mapping[str, Any]:
+        return {} if self._names.has_none(self._what) else self.call().named
 
     def measured(self, output: Any) -> Any:
         """What the function makes of the last part's output."""

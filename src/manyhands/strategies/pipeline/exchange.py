@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from manyhands.engine.chain import chain_of
+from manyhands.engine.chain import ChainCall, applied, chain_of
 from manyhands.engine.computing import Computed, Computer, TrainingPlan
 from manyhands.engine.exchange import (
     GradientParts,
@@ -33,7 +33,7 @@ from manyhands.strategies.common.grid.grid_group import LinkGroup, agree_on, sum
 from manyhands.strategies.common.grid.grid_layout import GridAxis
 from manyhands.strategies.common.grid.held import Held, HeldModel, Outline
 from manyhands.strategies.pipeline.cuts import LayerCost, check_cuts, part_bytes, parts_of, planned
-from manyhands.strategies.pipeline.ends import MeasureEnds, TrainingEnds, input_of
+from manyhands.strategies.pipeline.ends import MeasureEnds, NamesGiven, TrainingEnds, call_of
 from manyhands.strategies.pipeline.schedule_cost import most_held
 from manyhands.strategies.pipeline.stage_messages import ChainPart, Passed, StageBorders, StageMessages
 from manyhands.strategies.pipeline.stage_worker import PipelineStage, WaveStage, check_over_time
@@ -94,6 +94,7 @@ class PipelineExchange(GridExchange):
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
         outline, chain = Outline.of(model), chain_of(model)
+        self._names = NamesGiven(chain)
         self.cuts = self._agree_on_cuts(model, chain)
         require_own_statistics(model, chain, self.cuts, self._strategy.stages)
         for tensor in (*model.parameters(), *model.buffers()):
@@ -132,7 +133,7 @@ class PipelineExchange(GridExchange):
         waits_of(self._groups)  # drop what was counted between steps
         begin_ns = time.monotonic_ns()
         share = computer.share(step, self.part.index, self.part.count)
-        ends = TrainingEnds(computer, share, step, self.part.index)
+        ends = TrainingEnds(computer, share, step, self.part.index, self._names)
         ends.input_ns = time.monotonic_ns() - begin_ns
         stage = self._place.stage
         self._passed()  # drop what was counted between steps
@@ -164,10 +165,10 @@ class PipelineExchange(GridExchange):
         with torch.no_grad():
             for piece in computer.evaluation_batches(self.part.index, self.part.count):
                 for column, measure in enumerate(measures):
-                    ends = MeasureEnds(computer, number, piece, measure)
+                    ends = MeasureEnds(computer, number, piece, measure, self._names)
                     with computer.precision():
                         place = number % _MOST_EVALUATIONS
-                        value = self._forward_only(place, ends.input, ends.begin, ends.measured)
+                        value = self._forward_only(place, ends.call, ends.named, ends.begin, ends.measured)
                     if value is not None and column < len(functions):
                         totals[column] += float(value) * piece.samples
                     elif value is not None:
@@ -183,14 +184,19 @@ class PipelineExchange(GridExchange):
     def _forward_only(
         self,
         number: int,
-        first: Callable[[], Any],
+        call: Callable[[], ChainCall],
+        named: Callable[[], Mapping[str, Any]],
         begin: Callable[[int], None],
         measure: Callable[[Any], Any],
     ) -> Any:
         """Collective: `measure` of what comes out of the last stage there, and None on the others."""
         measured = None
         for part in self._holding.parts:
-            output = part.forward(self._borders.input(part, number) if part.number else first(), begin)
+            if part.number:
+                x, given = self._borders.input(part, number), named() if part.takes_names else {}
+            else:
+                x, given = call()
+            output = part.forward(x, begin, given)
             if self._borders.is_last(part):
                 measured = measure(output)
             else:
@@ -261,7 +267,7 @@ class PipelineExchange(GridExchange):
         with computer.precision():
             layers = layer_costs(
                 chain,
-                input_of(computer.task.loss, computer.fetch(piece)),
+                call_of(computer.task.loss, computer.fetch(piece), names=self._names),
                 device=computer.device,
                 state_copies=sizes.state / sizes.gradients if sizes.gradients else 0.0,
                 begin=lambda place: ends.begin(0, place),
@@ -295,24 +301,24 @@ _TRIES: Final = 3
 
 def layer_costs(
     chain: Chain,
-    x: Any,
+    call: ChainCall,
     *,
     device: torch.device,
     state_copies: float,
     begin: Callable[[int], None],
 ) -> list[LayerCost]:
-    """Measure the cost of each layer for a micro-batch whose input is `x`; the modules are left as they were.
+    """Measure the cost of each layer for a micro-batch with this `call`; the modules are left as they were.
 
     `state_copies` is how many numbers the optimizer keeps per trained parameter. `begin` seeds the random generators
     for the layer at that place in the chain. Of several tries the fastest counts.
     """
-    costs = []
+    costs, x = [], call.x
     for place, module in enumerate(chain):
         with _visiting(module, device):
             tries = []
             for _ in range(_TRIES):
                 begin(place)
-                tries.append(_try(module, x))
+                tries.append(_try(module, x, call.named))
         _, kept, output = tries[-1]
         trained = sum(one.nbytes for one in module.parameters() if one.requires_grad)
         whole = sum(one.nbytes for one in (*module.parameters(), *module.buffers()))
@@ -329,7 +335,7 @@ def layer_costs(
     return costs
 
 
-def _try(module: nn.Module, x: Any) -> tuple[float, int, Any]:
+def _try(module: nn.Module, x: Any, named: Mapping[str, Any]) -> tuple[float, int, Any]:
     # A copy: the module may change it in place.
     given = _each(x, lambda one: one.detach().requires_grad_(one.is_floating_point()).clone())
     saved: dict[int, int] = {}
@@ -343,7 +349,7 @@ def _try(module: nn.Module, x: Any) -> tuple[float, int, Any]:
 
     began = time.perf_counter()
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = module(given)
+        output = applied(module, given, named)
     roots: list[Tensor] = []
     _each(output, lambda one: roots.append(one) if one.requires_grad else None)
     if roots:

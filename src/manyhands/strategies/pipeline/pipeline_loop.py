@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.data.randomness import mix, preserved, seed_all
+from manyhands.engine.chain import ChainCall, chain_of
 from manyhands.engine.exchange import BatchPiece, BatchRunner, CutModel, LocalStep, Resources, SharedStep
 from manyhands.errors import UserError
 from manyhands.strategies.common.grid.loop_gradients import LoopGradients
 from manyhands.strategies.pipeline.cuts import balanced
-from manyhands.strategies.pipeline.ends import StandIn, input_of
+from manyhands.strategies.pipeline.ends import NamesGiven, StandIn, call_of
 from manyhands.strategies.pipeline.exchange import PipelineExchange, check_model
 from manyhands.strategies.pipeline.strategy import Pipeline
 
@@ -41,6 +42,7 @@ class PipelineLoop(PipelineExchange):
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         check_model(self._strategy, model)
+        self._chain = chain_of(model)
         self._device = next((one.device for one in model.parameters()), torch.device("cpu"))
         super().attach(model, optimizer)
         self._refusal = model.register_forward_pre_hook(_refuse)
@@ -70,7 +72,9 @@ class PipelineLoop(PipelineExchange):
 
     def _run(self, pieces: Sequence[BatchPiece], loss: Callable[..., Tensor | float]) -> float:
         """Collective: forward and, where gradients are enabled, backward of the pieces; the loss on the last stage."""
-        ends = LoopEnds(pieces, loss, mix(self._seed, self._batches, self.part.index))
+        ends = LoopEnds(
+            pieces, loss, mix(self._seed, self._batches, self.part.index), NamesGiven(self._chain)
+        )
         self._batches += 1
         with preserved():  # layers draw by seeds of their own
             if torch.is_grad_enabled():
@@ -78,8 +82,9 @@ class PipelineLoop(PipelineExchange):
                 return ends.mean_loss()
             self._post.begin(checked=False)
             for number in range(len(pieces)):
-                first, last = partial(ends.input, number), partial(ends.loss, number)
-                self._forward_only(number, first, partial(ends.begin, number), last)
+                call, named = partial(ends.call, number), partial(ends.named, number)
+                begin, measure = partial(ends.begin, number), partial(ends.loss, number)
+                self._forward_only(number, call, named, begin, measure)
             return ends.mean_loss()
 
     def _find_device(self) -> torch.device:
@@ -110,8 +115,15 @@ class LoopEnds:
 
     computing: Callable[[], AbstractContextManager[object]] = nullcontext
 
-    def __init__(self, pieces: Sequence[BatchPiece], loss: Callable[..., Tensor | float], seed: int) -> None:
-        self._pieces, self._loss, self._seed = pieces, loss, seed
+    def __init__(
+        self,
+        pieces: Sequence[BatchPiece],
+        loss: Callable[..., Tensor | float],
+        seed: int,
+        names: NamesGiven,
+    ) -> None:
+        self._pieces, self._loss, self._seed, self._names = pieces, loss, seed, names
+        self._calls: dict[int, ChainCall] = {}
         self._mean = 0.0
 
     def begin(self, microbatch: int, place: int) -> None:
@@ -120,9 +132,18 @@ class LoopEnds:
     def prepare(self, microbatch: int) -> None:
         """Nothing to do: the batch is here."""
 
+    def call(self, microbatch: int) -> ChainCall:
+        if microbatch not in self._calls:
+            self.begin(microbatch, _LOSS)
+            batch = self._pieces[microbatch].batch
+            self._calls[microbatch] = call_of(self._loss, batch, _WHAT, self._names)
+        return self._calls[microbatch]
+
     def input(self, microbatch: int) -> Any:
-        self.begin(microbatch, _LOSS)
-        return input_of(self._loss, self._pieces[microbatch].batch, _WHAT)
+        return self.call(microbatch).x
+
+    def named(self, microbatch: int) -> Mapping[str, Any]:
+        return self.call(microbatch).named
 
     def loss(self, microbatch: int, output: Any) -> Tensor:
         """The user's loss for this output, times the piece's weight in the batch."""

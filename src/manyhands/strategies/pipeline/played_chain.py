@@ -7,14 +7,14 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from manyhands.data.randomness import preserved
-from manyhands.engine.chain import chain_of
+from manyhands.engine.chain import applied, chain_of
 from manyhands.engine.exchange import Traffic
 from manyhands.errors import UserError
 from manyhands.facts import TracedModel
 from manyhands.strategies.common.grid.grid_group import PlayedGroup
 from manyhands.strategies.common.sharding.layer_units import units_of
 from manyhands.strategies.pipeline.cuts import parts_of
-from manyhands.strategies.pipeline.ends import StandIn, input_of
+from manyhands.strategies.pipeline.ends import StandIn, call_of
 from manyhands.strategies.tensor.lazy_tensor import as_whole
 from manyhands.strategies.tensor.played_slices import are_alike, each_slice
 from manyhands.strategies.tensor.slicing import slice_modules
@@ -112,9 +112,9 @@ def _played_slice(traced: TracedModel, index: int, slices: int, samples: int, cu
             plan |= find_plan(model, slices, chain[within.start : within.stop])
         slice_modules(model, group, plan, part=chain)
     batch, outputs = traced.batch(samples), list[_Output | None]()
-    x = input_of(traced.task.loss, batch)
+    x, named = call_of(traced.task.loss, batch)
     for place, module in enumerate(chain, 1):
-        x = module(x)
+        x = applied(module, x, named)
         if slices == 1 or place in cuts:  # elsewhere, what is sliced stays so
             x = as_whole(x)
             outputs.append(_Output.of(x) if isinstance(x, Tensor) else None)

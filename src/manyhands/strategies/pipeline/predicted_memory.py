@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from manyhands.data.randomness import preserved
-from manyhands.engine.chain import chain_of
+from manyhands.engine.chain import applied, chain_of
 from manyhands.facts import (
     ModelFootprint,
     TracedModel,
@@ -17,7 +17,7 @@ from manyhands.facts import (
 from manyhands.strategies.common.grid.grid_group import memory_of_sums
 from manyhands.strategies.common.peak_memory import CountedMemory
 from manyhands.strategies.pipeline.cuts import parts_of
-from manyhands.strategies.pipeline.ends import StandIn, input_of
+from manyhands.strategies.pipeline.ends import StandIn, call_of
 from manyhands.strategies.pipeline.played_chain import places_of_parameters
 from manyhands.strategies.pipeline.schedule_cost import most_held
 from manyhands.strategies.pipeline.schedules import Schedule
@@ -89,10 +89,10 @@ def _played(traced: TracedModel, part: range, samples: int) -> _PlayedPart:
 def _play(traced: TracedModel, part: range, samples: int) -> _PlayedPart:
     model = traced.copy()
     chain, batch = chain_of(model), traced.batch(samples)
-    x, is_last = input_of(traced.task.loss, batch), part.stop == len(chain)
+    (x, named), is_last = call_of(traced.task.loss, batch), part.stop == len(chain)
     with torch.no_grad():
         for place in range(part.start):
-            x = chain[place](x)
+            x = applied(chain[place], x, named)
     came, given = [one for one in tree_leaves(x) if isinstance(one, Tensor)], 0
     if part.start:
         x = x.detach().requires_grad_(x.is_floating_point())
@@ -101,7 +101,7 @@ def _play(traced: TracedModel, part: range, samples: int) -> _PlayedPart:
     counted = CountedMemory([*model.parameters(), *model.buffers(), *fixed, *came])
     with counted.of_gradients(model), counted:
         for place in part:
-            x = chain[place](x)
+            x = applied(chain[place], x, named)
         root = traced.task.loss(StandIn(output=x), batch) if is_last else x
         kept = counted.now
         if root.requires_grad:

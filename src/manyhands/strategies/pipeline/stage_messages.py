@@ -20,6 +20,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from manyhands.engine.chain import applied, names_taken
 from manyhands.engine.exchange import MicrobatchTime
 from manyhands.errors import UserError
 from manyhands.strategies.common.collectives.mailbox import LinkMessage, Mailbox
@@ -165,14 +166,16 @@ class ChainPart:
         self.own = tuple(own)
         """Parameters that belong to the model and to none of its layers; any layer may use them."""
         self.modules = tuple(modules)
+        self.takes_names = any(names_taken(module) for module in modules)
+        """Whether a module of it may take an input by name."""
         self._changes_input: bool | None = None  # not known before the first forward
 
-    def forward(self, x: Any, begin: Callable[[int], None]) -> Any:
+    def forward(self, x: Any, begin: Callable[[int], None], named: Mapping[str, Any]) -> Any:
         """Apply the modules; `begin` is called with each module's place in the chain before it is applied."""
         with self.changeable(x) as x:
             for place, module in enumerate(self.modules, self.first):
                 begin(place)
-                x = module(x)
+                x = applied(module, x, named)
         return x
 
     @contextmanager

@@ -217,8 +217,9 @@ class PipelineStage:
             del self._kept[part.number, microbatch]
 
     def _compute(self, part: ChainPart, kept: _Kept, microbatch: int, ends: ChainEnds) -> Tensor:
+        named = ends.named(microbatch) if part.takes_names else {}
         with ends.computing():
-            output = part.forward(kept.input, lambda place: ends.begin(microbatch, place))
+            output = part.forward(kept.input, lambda place: ends.begin(microbatch, place), named)
         if self._borders.is_last(part):
             return ends.loss(microbatch, output)
         return self._borders.tensor(output, part, microbatch)
@@ -356,6 +357,11 @@ class WaveStage:
     def _own_input(self, number: int, piece: int, ends: ChainEnds) -> Tensor:
         if self._whole is None:
             whole = ends.input(piece)
+            for name in ends.named(piece):
+                raise UserError(
+                    f"schedule=wavefront: the model is given {name!r} by name, which cannot be cut into slices of "
+                    "time; use another schedule"
+                )
             is_tensor = isinstance(whole, Tensor)
             if not is_tensor or whole.dim() < 2 or whole.shape[1] < self._slices:
                 what = f"a tensor of shape {tuple(whole.shape)}" if is_tensor else type(whole).__name__

@@ -32,7 +32,7 @@ from manyhands.workloads.language.presets import BERT_PRESETS, ModelSizes, Sized
 from manyhands.workloads.language.token_data import token_parts
 from manyhands.workloads.task_options import option
 from manyhands.workloads.text.masking import IGNORED, Masking
-from manyhands.workloads.text.packing import MaskedWindows
+from manyhands.workloads.text.packing import MaskedWindows, tensors
 
 __all__ = [
     "BERT",
@@ -137,7 +137,7 @@ def _started(options: BertOptions) -> BERT:
 
 
 class MaskedBytes(BatchedDataset):
-    """Rows of a text, [CLS] bytes [SEP], masked anew in each epoch: a dict of `tokens` and `labels`."""
+    """Rows of a text, [CLS] bytes [SEP], masked anew in each epoch: as those of `MaskedWindows`."""
 
     def __init__(self, text: NDArray[np.uint8], length: int, seed: int = 0) -> None:
         count = length - 2
@@ -152,21 +152,19 @@ class MaskedBytes(BatchedDataset):
     def batch(self, indices: NDArray[np.int64], epoch: int) -> dict[str, Tensor]:
         rows = np.pad(self._rows[indices].astype(np.int64) + FIRST_BYTE, ((0, 0), (1, 1)))
         rows[:, 0], rows[:, -1] = BEGIN, END
-        masked = self._masking.mask(rows, indices, epoch)
-        return {"tokens": torch.from_numpy(masked.tokens), "labels": torch.from_numpy(masked.labels)}
+        return tensors(self._masking.mask(rows, indices, epoch)._asdict())
 
 
 def masked_loss(model: nn.Module, batch: Any) -> Tensor:
     """Mean cross entropy of the targets of a batch."""
-    scores: Tensor = model(batch["tokens"])
+    scores: Tensor = model(batch["tokens"], places=batch["places"])
     return F.cross_entropy(scores.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
 
 
 def masked_accuracy(model: nn.Module, batch: Any) -> Tensor:
     """The share of the targets that are found."""
-    found, labels = model(batch["tokens"]).argmax(-1), batch["labels"]
-    targets = labels != IGNORED
-    share: Tensor = (found[targets] == labels[targets]).double().mean()
+    found, labels = model(batch["tokens"], places=batch["places"]).argmax(-1), batch["labels"]
+    share: Tensor = (found == labels).sum().double() / (labels != IGNORED).sum()
     return share
 
 
@@ -207,12 +205,13 @@ class BERT(nn.Module):
         """How `tensor` slices it: the vocabulary here, the rest as each block says."""
         return {"bert.embeddings.word_embeddings": "vocabulary", "cls.predictions.decoder": "vocabulary"}
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """(batch, time) tokens to (batch, time, vocabulary) scores."""
-        x = tokens
-        for module in self.chain():
-            x = module(x)
-        return x
+    def forward(self, tokens: Tensor, places: Tensor | None = None) -> Tensor:
+        """(batch, time) tokens to scores of the vocabulary at every position, or at some `places` of each row."""
+        x = self.bert.embeddings(tokens)
+        for layer in self.bert.encoder.layer:
+            x = layer(x)
+        scores: Tensor = self.cls.predictions(x, places)
+        return scores
 
 
 class BertBody(nn.Module):
@@ -338,7 +337,9 @@ class _Predictions(nn.Module):
         self.transform = _Transform(width)
         self.decoder = nn.Linear(width, vocabulary)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, places: Tensor | None = None) -> Tensor:
+        if places is not None:
+            x = x.gather(1, places[..., None].expand(-1, -1, x.shape[-1]))
         scores: Tensor = self.decoder(self.transform(x))
         return scores
 

@@ -28,10 +28,20 @@ _LAST = np.uint64(2**64 - 1)
 
 
 class MaskedRows(NamedTuple):
-    """What a model reads, and what it has to predict: `IGNORED` where nothing."""
+    """What a model reads, the places of the targets in each row in order, and what it has to predict there.
+
+    Every row has as many places, which a row with fewer targets fills with others, whose label is `IGNORED`.
+    """
 
     tokens: NDArray[np.int64]
+    places: NDArray[np.int64]
     labels: NDArray[np.int64]
+
+    def labels_everywhere(self) -> NDArray[np.int64]:
+        """A label for each token, `IGNORED` where it is no target, as models of transformers take them."""
+        found = np.full_like(self.tokens, IGNORED)
+        np.put_along_axis(found, self.places, self.labels, 1)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -97,11 +107,14 @@ class Masking:
         else:
             found = zip(tokens, order, ordinary, strict=True)
             targets = np.array([self._whole_words(*one) for one in found], np.bool_).reshape(tokens.shape)
+        room = self.targets_of(tokens.shape[1])
+        places = np.argsort(~targets, 1, kind="stable")[:, :room]
         labels = np.where(targets, tokens, IGNORED)
+        labels = np.take_along_axis(labels, places, 1)
         tokens[targets & (fate >= _REPLACED)] = self.mask_id
         other = targets & (fate >= _KEPT) & (fate < _REPLACED)
         tokens[other] = self._ordinary[(drawn[other] * len(self._ordinary)).astype(np.int64)]
-        return MaskedRows(tokens, labels)
+        return MaskedRows(tokens, places, labels)
 
     def _whole_words(
         self, row: NDArray[np.int64], order: NDArray[np.uint64], ordinary: NDArray[np.bool_]

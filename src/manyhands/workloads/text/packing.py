@@ -26,7 +26,7 @@ from manyhands.errors import UserError, num_of
 from manyhands.workloads.text.masking import IGNORED, Masking
 from manyhands.workloads.text.token_files import TokenFiles
 
-__all__ = ["MaskedWindows", "TokenWindows", "document_mask", "document_mask_mod", "next_tokens"]
+__all__ = ["MaskedWindows", "TokenWindows", "document_mask", "document_mask_mod", "next_tokens", "tensors"]
 
 
 class _Rows(NamedTuple):
@@ -94,14 +94,14 @@ class TokenWindows(BatchedDataset):
         rows = self._windows.rows(indices)
         if rows.documents is None:
             return torch.from_numpy(rows.tokens)
-        return _tensors(rows._asdict())
+        return tensors(rows._asdict())
 
 
 class MaskedWindows(BatchedDataset):
     """Rows of `length`: [CLS], consecutive tokens, [SEP]; masked anew in each epoch.
 
-    A batch is a dict of tensors (rows, length) of int64: `tokens`, `labels` (`IGNORED` where nothing is predicted) and,
-    with `within_documents`, `documents` and `positions`.
+    A batch is a dict of tensors of int64: `tokens` (rows, length), the `places` of the targets in each row, the
+    `labels` there and, with `within_documents`, `documents` and `positions` of all tokens.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class MaskedWindows(BatchedDataset):
             shifted = np.pad(rows.positions + in_first, ((0, 0), (1, 1)))
             shifted[:, -1] = shifted[:, -2] + 1
             found["positions"] = shifted
-        return _tensors(found)
+        return tensors(found)
 
 
 def next_tokens(batch: dict[str, Tensor]) -> Tensor:
@@ -162,5 +162,5 @@ def document_mask_mod(
     return seen
 
 
-def _tensors(arrays: dict[str, NDArray[np.int64]]) -> dict[str, Tensor]:
+def tensors(arrays: dict[str, NDArray[np.int64]]) -> dict[str, Tensor]:
     return {name: torch.from_numpy(np.ascontiguousarray(one)) for name, one in arrays.items()}
