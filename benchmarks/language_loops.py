@@ -223,7 +223,7 @@ class _Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
             tokens = torch.from_numpy(self._data[number][:-1].astype(np.int64))
             return {"input_ids": tokens, "labels": tokens}
         row = {name: torch.from_numpy(values[number].astype(np.int64)) for name, values in self._data.items()}
-        labels = torch.full_like(row["tokens"], -100).scatter_(0, row["places"], row["targets"])
+        labels = torch.full_like(row["tokens"], -100).scatter_(0, row["places"], row["labels"])
         return {"input_ids": row["tokens"], "labels": labels}
 
 

@@ -1,4 +1,4 @@
-"""What `language.py` trains: sizes, a BERT of its own, data of random tokens, and how many FLOPs a token costs."""
+"""What `language.py` trains: sizes, data of random tokens, and how many FLOPs a token costs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from manyhands.data.batches import BatchPlan, BatchSource
 from manyhands.data.file_reader import windows
+from manyhands.workloads.language.bert import BERT, masked_loss
 from manyhands.workloads.language.gpt import GPT
 from manyhands.workloads.language.next_token import next_byte_loss
 
@@ -39,10 +39,8 @@ class Work:
         return self.batch // self.micro
 
     def model(self) -> nn.Module:
-        if self.name == "bert":
-            return Bert(self)
         sizes = {one: getattr(self, one) for one in ("layers", "width", "heads", "context", "vocabulary")}
-        return GPT(**sizes)
+        return BERT(**sizes) if self.name == "bert" else GPT(**sizes)
 
     @property
     def loss(self) -> Callable[[nn.Module, Any], Tensor]:
@@ -59,7 +57,11 @@ class Work:
         tokens = draw.integers(0, self.vocabulary, (samples, self.context), np.int32)
         masked = max(1, MASKED * self.context // 128)
         places = np.stack([draw.permutation(self.context)[:masked] for _ in range(samples)]).astype(np.int64)
-        return {"tokens": tokens, "places": places, "targets": np.take_along_axis(tokens, places, 1)}
+        return {
+            "tokens": tokens,
+            "places": places,
+            "labels": np.take_along_axis(tokens, places, 1).astype(np.int64),
+        }
 
     def batches(self, size: int) -> Iterator[Any]:
         """The micro-batches of `size` samples that `mh.fit` computes, in its order."""
@@ -86,56 +88,6 @@ WORKS = {
     ),
 }
 TINY = {"layers": 2, "width": 32, "heads": 2, "context": 16, "vocabulary": 64, "batch": 8, "micro": 4}
-
-
-class Bert(nn.Module):
-    """The encoder of Devlin et al. (2019) with its head for masked tokens, which is applied to those alone."""
-
-    def __init__(self, work: Work) -> None:
-        super().__init__()
-        width = work.width
-        self.tokens = nn.Embedding(work.vocabulary, width)
-        self.positions = nn.Embedding(work.context, width)
-        self.segments = nn.Embedding(2, width)
-        self.norm = nn.LayerNorm(width, eps=1e-12)
-        self.layers = nn.ModuleList(BertLayer(width, work.heads) for _ in range(work.layers))
-        self.change, self.change_norm = nn.Linear(width, width), nn.LayerNorm(width, eps=1e-12)
-        self.bias = nn.Parameter(torch.zeros(work.vocabulary))
-        for one in self.modules():
-            if isinstance(one, nn.Linear | nn.Embedding):
-                nn.init.normal_(one.weight, std=0.02)
-
-    def forward(self, tokens: Tensor, places: Tensor) -> Tensor:
-        """Scores of every token of the vocabulary at the `places` of each sequence."""
-        x = self.norm(
-            self.tokens(tokens) + self.positions.weight[: tokens.shape[1]] + self.segments.weight[0]
-        )
-        for layer in self.layers:
-            x = layer(x)
-        rows = torch.arange(len(tokens), device=tokens.device)[:, None]
-        picked = self.change_norm(F.gelu(self.change(x[rows, places])))
-        return F.linear(picked, self.tokens.weight, self.bias)
-
-
-class BertLayer(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.project, self.mix = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.expand, self.shrink = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.mix_norm, self.shrink_norm = nn.LayerNorm(width, eps=1e-12), nn.LayerNorm(width, eps=1e-12)
-
-    def forward(self, x: Tensor) -> Tensor:
-        by_head = self.project(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(*by_head.unbind(0))
-        x = self.mix_norm(x + self.mix(seen.transpose(1, 2).flatten(2)))
-        fed: Tensor = self.shrink_norm(x + self.shrink(F.gelu(self.expand(x))))
-        return fed
-
-
-def masked_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    scores = model(batch["tokens"].long(), batch["places"])
-    return F.cross_entropy(scores.flatten(0, 1), batch["targets"].long().flatten())
 
 
 adamw = partial(torch.optim.AdamW, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)

@@ -80,7 +80,7 @@ def test_a_run_keeps_its_tokenizer_and_a_vocabulary_that_is_padded(
         for name, parameter in predictor.model.named_parameters():
             if name == "cls.predictions.decoder.bias":
                 parameter[tokenizer.vocabulary_size :] = parameter[:5] = 1e3
-    given = "many [MASK] make" if task == "bert" else {"prompt": "many", "length": 30, "temperature": 100.0}
+    given = "many [MASK] make" if task == "bert" else {"prompt": "many", "tokens": 30, "temperature": 100.0}
     (answer,) = predictor.answers(predictor.inputs([given]))
     ids = tokenizer.encode([answer["text"]])[0]
     assert ids, "text of the tokenizer"
