@@ -26,7 +26,7 @@ from render_gpu_nccl import nccl_steps
 from render_inference import inference_speed
 from render_links import geo, helpers_live, hosts_speed, links_speed, many_ranks, ray_actor, tls_cost
 from render_loading import loading_rates
-from render_models import codecs_speed, offload, pipeline_speed, wavefronts
+from render_models import codecs_speed, language_speed, offload, pipeline_speed, wavefronts
 from render_plan import auto_speed, plan_errors
 from render_public import public_tables
 from render_startup import startup_times
@@ -372,6 +372,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "tls": tls_cost,
     "geo": geo,
     "hosts": hosts_speed,
+    "language gpu": language_speed,
     "many ranks": many_ranks,
     "helpers live": helpers_live,
     "nccl": nccl_steps,
