@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from typer.testing import CliRunner
 
 import manyhands as mh
 from manyhands.cli.main import app
+from manyhands.data.batches import BatchPlan, BatchSource
 from manyhands.errors import UserError
 from manyhands.serving.opening import open_predictor
 from manyhands.workloads.tasks import build
 from manyhands.workloads.text.documents import Documents
+from manyhands.workloads.text.masking import IGNORED, Masking
+from manyhands.workloads.text.packing import MaskedDocuments
 from manyhands.workloads.text.token_files import TokenFiles, shard_name
 from manyhands.workloads.text.tokenizing import TokenizerChoice, tokenize
 
@@ -109,6 +115,64 @@ def test_transformers_reads_model_and_tokenizer(task: str, kind: str, tmp_path: 
     other = folder_of(tmp_path, kind, vocabulary=258 if task == "gpt" else 40)
     with pytest.raises(UserError, match=r"the tokenizer of .* is not that of the checkpoint"):
         build(task, data=other, init=tmp_path / "hf", length=8)
+
+
+def test_documents_in_rows_of_their_own_train_on_the_mean_over_tokens(tmp_path: Path) -> None:
+    """A plain loop gives each document to the model alone, without padding or mask."""
+    task = build("bert", data=folder_of(tmp_path, "wordpiece"), rows="documents", **SIZES | {"context": 8})
+    torch.manual_seed(0)
+    template = task.model().double()
+    task = replace(
+        task,
+        model=lambda: copy.deepcopy(template),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        evaluation=None,
+        metrics={},
+    )
+    model = task.model()
+    optimizer = task.optimizer(model.parameters())
+    plan, source = BatchPlan(len(task.data), task.batch_size, 0), BatchSource(task.data)
+    for step in range(3):
+        optimizer.zero_grad()
+        batch = source.fetch(plan.indices(step))
+        lengths = batch["seen"].sum((1, 2, 3))
+        assert len(set(lengths.tolist())) > 1
+        scores, labels = [], []
+        for row, length in enumerate(lengths):
+            found = model(batch["tokens"][row : row + 1, :length])
+            is_target = batch["labels"][row] != IGNORED
+            scores.append(found[0, batch["places"][row, is_target]])
+            labels.append(batch["labels"][row, is_target])
+        F.cross_entropy(torch.cat(scores), torch.cat(labels)).backward()
+        optimizer.step()
+    wanted = model.state_dict()
+    for strategy, workers in (
+        ("single", 1),
+        ("mirrored", 3),
+        ("sharded", 2),
+        ("pipeline stages=3 microbatches=2", 3),
+        ("tensor slices=2", 2),
+    ):
+        run = mh.fit(task, strategy, workers=workers, steps=3, seed=0)
+        for name, value in run.model.state_dict().items():
+            torch.testing.assert_close(value, wanted[name], rtol=0, atol=1e-12, msg=f"{strategy}: {name}")
+
+
+def test_rows_of_documents_by_hand(tmp_path: Path) -> None:
+    files = TokenFiles(folder_of(tmp_path, "wordpiece", lines=30))
+    rows = MaskedDocuments(files, 8, Masking.of(files.tokenizer))
+    cls, sep, pad = (files.tokenizer.require_id(token) for token in ("[CLS]", "[SEP]", "[PAD]"))
+    batch, expected = rows.batch(np.arange(len(rows)), 0), []
+    for number in range(files.num_documents):
+        tokens = files.document(number).tolist()
+        for begin in range(0, len(tokens), 6):
+            piece = [cls, *tokens[begin : begin + 6], sep]
+            expected.append(piece + [pad] * (8 - len(piece)))
+    targets = batch["labels"] != IGNORED
+    known = batch["labels"].where(targets, batch["tokens"].gather(1, batch["places"]))
+    assert batch["tokens"].scatter(1, batch["places"], known).tolist() == expected
+    assert (batch["seen"][:, 0, 0] == (torch.tensor(expected) != pad)).all()
+    assert targets.sum(1).tolist() == rows.num_targets.tolist()
 
 
 def test_what_does_not_fit_is_one_sentence_before_anything_is_computed(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ workers. Every row has as many targets, so the mean over rows is the mean over t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -32,7 +32,7 @@ from manyhands.workloads.language.presets import BERT_PRESETS, ModelSizes, Sized
 from manyhands.workloads.language.token_data import token_parts
 from manyhands.workloads.task_options import option
 from manyhands.workloads.text.masking import IGNORED, Masking
-from manyhands.workloads.text.packing import MaskedWindows, tensors
+from manyhands.workloads.text.packing import MaskedDocuments, MaskedWindows, tensors
 
 __all__ = [
     "BERT",
@@ -43,6 +43,7 @@ __all__ = [
     "bert",
     "masked_accuracy",
     "masked_loss",
+    "masked_losses",
     "masked_model",
 ]
 
@@ -88,6 +89,11 @@ class BertOptions(SizedOptions):
 
     preset: str = option("tiny", "sizes by name; each may be given instead", choices=tuple(BERT_PRESETS))
     mask_seed: int = option(0, "seed of the masks", at_least=0)
+    rows: str = option(
+        "packed",
+        "of --data: packed, or documents: each alone in its rows, which padding fills",
+        choices=("packed", "documents"),
+    )
 
 
 def bert(options: BertOptions | None = None) -> Task:
@@ -95,12 +101,16 @@ def bert(options: BertOptions | None = None) -> Task:
     options = options or BertOptions()
     sizes, seed = options.sizes, options.mask_seed
     if options.data is not None:
+        kind = MaskedDocuments if options.rows == "documents" else MaskedWindows
         parts = token_parts(
             options,
-            lambda tokens, length: MaskedWindows(tokens, length, Masking.of(tokens.tokenizer, seed=seed)),
+            lambda tokens, length: kind(tokens, length, Masking.of(tokens.tokenizer, seed=seed)),
             PADDING,
         )
-        return _task(options, *parts)
+        task, rows = _task(options, *parts), parts.training.dataset
+        if isinstance(rows, MaskedDocuments):
+            task = replace(task, loss=masked_losses, weights=rows.num_targets[: len(parts.training)])
+        return task
     if sizes.context < 3 or sizes.vocabulary < FIRST_BYTE + VOCABULARY:
         raise UserError(
             f"context is {sizes.context} and vocabulary {sizes.vocabulary}; rows of bytes need a context of at least "
@@ -157,13 +167,27 @@ class MaskedBytes(BatchedDataset):
 
 def masked_loss(model: nn.Module, batch: Any) -> Tensor:
     """Mean cross entropy of the targets of a batch."""
-    scores: Tensor = model(batch["tokens"], places=batch["places"])
+    scores = _scores(model, batch)
     return F.cross_entropy(scores.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
+
+
+def masked_losses(model: nn.Module, batch: Any) -> Tensor:
+    """The same for each row of a batch, which weighs as many as it has targets."""
+    scores, labels = _scores(model, batch), batch["labels"]
+    each = F.cross_entropy(scores.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
+    losses: Tensor = each.reshape(labels.shape).sum(1) / (labels != IGNORED).sum(1)
+    return losses
+
+
+def _scores(model: nn.Module, batch: Any) -> Tensor:
+    masks = {"seen": batch["seen"]} if "seen" in batch else {}
+    scores: Tensor = model(batch["tokens"], places=batch["places"], **masks)
+    return scores
 
 
 def masked_accuracy(model: nn.Module, batch: Any) -> Tensor:
     """The share of the targets that are found."""
-    found, labels = model(batch["tokens"], places=batch["places"]).argmax(-1), batch["labels"]
+    found, labels = _scores(model, batch).argmax(-1), batch["labels"]
     share: Tensor = (found == labels).sum().double() / (labels != IGNORED).sum()
     return share
 
@@ -205,11 +229,14 @@ class BERT(nn.Module):
         """How `tensor` slices it: the vocabulary here, the rest as each block says."""
         return {"bert.embeddings.word_embeddings": "vocabulary", "cls.predictions.decoder": "vocabulary"}
 
-    def forward(self, tokens: Tensor, places: Tensor | None = None) -> Tensor:
-        """(batch, time) tokens to scores of the vocabulary at every position, or at some `places` of each row."""
+    def forward(self, tokens: Tensor, places: Tensor | None = None, seen: Tensor | None = None) -> Tensor:
+        """(batch, time) tokens to scores of the vocabulary at every position, or at some `places` of each row.
+
+        `seen` says which positions attention may look at, as `attn_mask` of `scaled_dot_product_attention`.
+        """
         x = self.bert.embeddings(tokens)
         for layer in self.bert.encoder.layer:
-            x = layer(x)
+            x = layer(x, seen)
         scores: Tensor = self.cls.predictions(x, places)
         return scores
 

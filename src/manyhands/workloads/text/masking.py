@@ -87,9 +87,9 @@ class Masking:
             **settings,
         )
 
-    def targets_of(self, count: int) -> int:
-        """How many of `count` tokens are targets: their share, rounded, and one at least where there is any."""
-        return min(count, max(1, int(count * self.rate + 0.5)))
+    def targets_of(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How many of so many tokens are targets: their share, rounded, and one at least where there is any."""
+        return np.minimum(counts, np.maximum(1, (counts * self.rate + 0.5).astype(np.int64)))
 
     def mask(self, rows: NDArray[Any], numbers: NDArray[np.int64], epoch: int) -> MaskedRows:
         """Rows of tokens, with `numbers` as their numbers in the data, as they are read in `epoch`."""
@@ -101,13 +101,13 @@ class Masking:
         order, fate, drawn = _drawn(self.seed, epoch, numbers, tokens.shape[1])
         ordinary = np.isin(tokens, self._ordinary)
         if self.continues_word is None:
-            wanted = np.array([self.targets_of(int(count)) for count in ordinary.sum(1)])
+            wanted = self.targets_of(ordinary.sum(1))
             place = np.argsort(np.argsort(np.where(ordinary, order, _LAST), 1, kind="stable"), 1)
             targets = ordinary & (place < wanted[:, None])
         else:
             found = zip(tokens, order, ordinary, strict=True)
             targets = np.array([self._whole_words(*one) for one in found], np.bool_).reshape(tokens.shape)
-        room = self.targets_of(tokens.shape[1])
+        room = int(self.targets_of(np.array(tokens.shape[1])))
         places = np.argsort(~targets, 1, kind="stable")[:, :room]
         labels = np.where(targets, tokens, IGNORED)
         labels = np.take_along_axis(labels, places, 1)
@@ -126,7 +126,7 @@ class Masking:
         first[:1] = True
         begins = np.flatnonzero(first)
         ends = np.append(begins[1:], len(row))
-        room, targets = self.targets_of(int(ordinary.sum())), np.zeros(len(row), np.bool_)
+        room, targets = int(self.targets_of(ordinary.sum())), np.zeros(len(row), np.bool_)
         for word in np.argsort(order[begins], kind="stable"):
             pieces = slice(begins[word], ends[word])
             if ordinary[begins[word]] and ends[word] - begins[word] <= room:

@@ -26,7 +26,15 @@ from manyhands.errors import UserError, num_of
 from manyhands.workloads.text.masking import IGNORED, Masking
 from manyhands.workloads.text.token_files import TokenFiles
 
-__all__ = ["MaskedWindows", "TokenWindows", "document_mask", "document_mask_mod", "next_tokens", "tensors"]
+__all__ = [
+    "MaskedDocuments",
+    "MaskedWindows",
+    "TokenWindows",
+    "document_mask",
+    "document_mask_mod",
+    "next_tokens",
+    "tensors",
+]
 
 
 class _Rows(NamedTuple):
@@ -137,6 +145,47 @@ class MaskedWindows(BatchedDataset):
         return tensors(found)
 
 
+class MaskedDocuments(BatchedDataset):
+    """Rows of `length`: [CLS], one document or a piece of one, [SEP], [PAD]; masked anew in each epoch.
+
+    A batch is that of `MaskedWindows`, with `seen`, which positions attention may look at: (rows, 1, 1, length).
+    `num_targets` of each row are what it weighs in a mean over tokens.
+    """
+
+    def __init__(self, files: TokenFiles, length: int, masking: Masking) -> None:
+        if length < 3:
+            raise UserError(f"length is {length}; it must be at least 3, for [CLS], a token and [SEP]")
+        self._files, self._length, self._masking = files, length, masking
+        self._special = [files.tokenizer.require_id(token) for token in ("[CLS]", "[SEP]", "[PAD]")]
+        begins, counts, self._shard_ends = [], [], []
+        for number, tokens in enumerate(files.shard_tokens):
+            starts = np.asarray(files.shard(number).starts)
+            sizes = np.diff(starts, append=tokens)
+            pieces = -(-sizes // (length - 2))
+            piece = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+            begins.append(np.repeat(starts, pieces) + piece * (length - 2))
+            counts.append(np.minimum(np.repeat(sizes, pieces) - piece * (length - 2), length - 2))
+            self._shard_ends.append(sum(map(len, begins)))
+        self._begins, self._counts = np.concatenate(begins), np.concatenate(counts)
+        self.num_targets = masking.targets_of(self._counts)
+
+    def __len__(self) -> int:
+        return len(self._begins)
+
+    def batch(self, indices: NDArray[np.int64], epoch: int) -> dict[str, Tensor]:
+        first, last, padding = self._special
+        rows, counts = np.full((len(indices), self._length), padding), self._counts[indices]
+        rows[:, 0] = first
+        for row, index, count in zip(rows, indices, counts, strict=True):
+            shard = self._files.shard(int(np.searchsorted(self._shard_ends, index, side="right")))
+            begin = self._begins[index]
+            row[1 : count + 1] = shard.tokens[begin : begin + count]
+            row[count + 1] = last
+        seen = np.arange(self._length) < counts[:, None] + 2
+        masked = self._masking.mask(rows, indices, epoch)
+        return tensors(masked._asdict() | {"seen": seen[:, None, None]})
+
+
 def next_tokens(batch: dict[str, Tensor]) -> Tensor:
     """What each of the first `length` tokens predicts: the next, or `IGNORED` where that begins another document."""
     documents = batch["documents"]
@@ -162,5 +211,5 @@ def document_mask_mod(
     return seen
 
 
-def tensors(arrays: dict[str, NDArray[np.int64]]) -> dict[str, Tensor]:
+def tensors(arrays: dict[str, NDArray[Any]]) -> dict[str, Tensor]:
     return {name: torch.from_numpy(np.ascontiguousarray(one)) for name, one in arrays.items()}
