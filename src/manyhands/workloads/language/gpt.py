@@ -24,7 +24,7 @@ from manyhands.task import Task
 from manyhands.workloads.builtin_task import BuiltinTask
 from manyhands.workloads.language.huggingface import CheckpointLayout
 from manyhands.workloads.language.key_values import CacheStep, LayerCache
-from manyhands.workloads.language.next_token import next_byte_loss, text_task
+from manyhands.workloads.language.next_token import Perplexity, next_byte_loss, text_task, token_losses
 from manyhands.workloads.language.presets import GPT_PRESETS, ModelSizes, SizedOptions, require_positions
 from manyhands.workloads.language.token_data import token_parts
 from manyhands.workloads.task_options import option
@@ -81,6 +81,7 @@ def gpt(options: GPTOptions | None = None) -> Task:
             optimizer=partial(torch.optim.AdamW, lr=options.learning_rate),
             batch_size=options.batch_size,
             evaluation=parts.evaluation,
+            metrics={"perplexity": (Perplexity(), token_losses)},
             files=parts.files,
         )
     return text_task("gpt", partial(_started, options), options, options.sizes.context)

@@ -19,7 +19,15 @@ from manyhands.errors import DataError
 from manyhands.task import Task
 from manyhands.workloads.task_options import CheckedOptions, option
 
-__all__ = ["TextOptions", "bits_per_byte", "held_out_text", "next_byte_loss", "text_task"]
+__all__ = [
+    "Perplexity",
+    "TextOptions",
+    "bits_per_byte",
+    "held_out_text",
+    "next_byte_loss",
+    "text_task",
+    "token_losses",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,3 +83,26 @@ def next_byte_loss(model: nn.Module, batch: Tensor) -> Tensor:
 def bits_per_byte(model: nn.Module, batch: Tensor) -> Tensor:
     """The same in bits: what a text compressed with this model would take."""
     return next_byte_loss(model, batch) / math.log(2)
+
+
+class Perplexity:
+    """exp(total loss / total tokens), the same however the tokens are batched."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self._loss, self._tokens = 0.0, 0
+
+    def update(self, loss: Tensor, tokens: Tensor) -> None:
+        self._loss += float(loss)
+        self._tokens += int(tokens)
+
+    def compute(self) -> float:
+        return math.exp(min(self._loss / self._tokens, 700))  # beyond is infinity
+
+
+def token_losses(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
+    """The total loss of a batch of windows, and how many tokens it is of."""
+    count = batch[:, 1:].numel()
+    return next_byte_loss(model, batch).double() * count, torch.tensor(count)
