@@ -11,12 +11,20 @@ from typing import Any
 import pytest
 import torch
 from sklearn.metrics import f1_score
+from typer.testing import CliRunner
 
 import manyhands as mh
+from manyhands.cli.main import app
 from manyhands.errors import UserError
 from manyhands.serving.opening import open_predictor
 from manyhands.workloads.language.bert import BEGIN, END, FIRST_BYTE, PADDING
-from manyhands.workloads.language.classification import BertClassifier, MacroF1, TextRows, label_loss
+from manyhands.workloads.language.classification import (
+    BertClassifier,
+    MacroF1,
+    TextRows,
+    label_loss,
+    label_scores,
+)
 from manyhands.workloads.language.huggingface import fill, write_checkpoint
 from manyhands.workloads.language.presets import ModelSizes
 from manyhands.workloads.tasks import build
@@ -66,7 +74,7 @@ def test_it_computes_and_learns_what_theirs_does(tmp_path: Path, of: str) -> Non
     given = {"input_ids": ids, "attention_mask": ids != PADDING}
     if of == "BertForSequenceClassification":  # not through a file of ours
         as_given = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "given")
-        torch.testing.assert_close(model(ids), as_given(**given).logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(label_scores(model, ids), as_given(**given).logits, rtol=0, atol=1e-5)
     for one in (theirs, model):
         optimizer = torch.optim.AdamW(one.parameters(), lr=1e-2)
         batch = {"tokens": ids, "labels": labels}
@@ -74,14 +82,14 @@ def test_it_computes_and_learns_what_theirs_does(tmp_path: Path, of: str) -> Non
         loss.backward()
         optimizer.step()
     with torch.no_grad():
-        torch.testing.assert_close(model(ids), theirs(**given).logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(label_scores(model, ids), theirs(**given).logits, rtol=0, atol=1e-5)
 
 
 def test_padding_changes_no_score() -> None:
     torch.manual_seed(0)
     model, ids = BertClassifier(SIZES, ("a", "b")), padded_ids()
     alone = torch.cat([model(row[row != PADDING][None]) for row in ids])
-    torch.testing.assert_close(model(ids), alone, rtol=0, atol=1e-6)
+    torch.testing.assert_close(label_scores(model, ids), alone, rtol=0, atol=1e-6)
 
 
 def test_macro_f1_is_that_of_scikit_learn() -> None:
@@ -143,6 +151,32 @@ def test_a_run_finds_labels_and_keeps_them(tmp_path: Path) -> None:
     assert [one["label"] for one in answers] == ["hamlet", "juliet"]
     with pytest.raises(UserError, match="input 1 has no text; it must be a text"):
         predictor.inputs(["a", " "])
+
+
+def test_the_tokenizer_goes_with_the_run_and_to_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is in the extra `integrations`")
+    path, file = table(tmp_path / "lines.csv"), tmp_path / "tokenizer.json"
+    file.write_text(train_tokenizer("wordpiece", list(WORDS.values()), 60).json)
+    options = {**SMALL, "data": path, "text": "said", "label": "who", "tokenizer": file}
+    run = mh.fit(build("bert", **options), "single", steps=2, seed=0, out=tmp_path / "run")
+    assert run.model.sizes.vocabulary == 64
+    file.unlink()
+    predictor = open_predictor(tmp_path / "run")
+    text = "romeo thou or not"
+    (answer,) = predictor.answers(predictor.inputs([text]))
+    result = CliRunner().invoke(app, ["export", str(tmp_path / "run"), "--format", "huggingface"])
+    assert result.exit_code == 0, result.output
+    opened = tmp_path / "run" / "huggingface"
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(opened).eval()
+    given = transformers.AutoTokenizer.from_pretrained(opened)(text, return_tensors="pt")
+    chances = theirs(**given).logits.softmax(1)[0].detach()
+    assert theirs.config.id2label[int(chances.argmax())] == answer["label"]
+    assert float(chances.max()) == pytest.approx(answer["probability"], abs=2e-6)
+    (tmp_path / "run" / "tokenizer.json").unlink()
+    with pytest.raises(
+        UserError, match=r"has lost its tokenizer\.json; copy it there from where it was trained"
+    ):
+        open_predictor(tmp_path / "run")
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ __all__ = [
     "TextRows",
     "accuracy",
     "label_loss",
+    "label_scores",
     "labels_found",
 ]
 
@@ -74,9 +75,16 @@ class BertClassifier(nn.Module):
         """How `tensor` slices it: the vocabulary here, the rest as each block says."""
         return {"bert.embeddings.word_embeddings": "vocabulary"}
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """(batch, time) tokens to (batch, labels) scores."""
-        scores: Tensor = self.classifier(self.drop(self.bert(tokens)))
+    def chain(self) -> Sequence[nn.Module]:
+        body, after = self.bert, [self.drop] if self.dropout else []
+        return [body.embeddings, *body.encoder.layer, body.pooler, *after, self.classifier]
+
+    def forward(self, tokens: Tensor, seen: Tensor | None = None) -> Tensor:
+        """(batch, time) tokens to (batch, labels) scores; `seen` is where attention looks, everywhere by default."""
+        x = self.bert.embeddings(tokens)
+        for layer in self.bert.encoder.layer:
+            x = layer(x, seen)
+        scores: Tensor = self.classifier(self.drop(self.bert.pooler(x)))
         return scores
 
 
@@ -84,13 +92,6 @@ class _PooledBody(BertBody):
     def __init__(self, sizes: ModelSizes, dropout: float) -> None:
         super().__init__(sizes, dropout)
         self.pooler = _Pooler(sizes.width)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x, seen = self.embeddings(tokens), (tokens != PADDING)[:, None, None, :]
-        for layer in self.encoder.layer:
-            x = layer(x, seen)
-        pooled: Tensor = self.pooler(x)
-        return pooled
 
 
 class _Pooler(nn.Module):
@@ -103,20 +104,26 @@ class _Pooler(nn.Module):
         return pooled
 
 
+def label_scores(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Those of texts of different lengths: attention does not see their padding."""
+    scores: Tensor = model(tokens, seen=(tokens != PADDING)[:, None, None, :])
+    return scores
+
+
 def label_loss(model: nn.Module, batch: Any) -> Tensor:
     """Mean cross entropy of the labels of a batch."""
-    return F.cross_entropy(model(batch["tokens"]), batch["labels"])
+    return F.cross_entropy(label_scores(model, batch["tokens"]), batch["labels"])
 
 
 def accuracy(model: nn.Module, batch: Any) -> Tensor:
     """The share of the texts whose label is found."""
-    share: Tensor = (model(batch["tokens"]).argmax(1) == batch["labels"]).double().mean()
+    share: Tensor = (label_scores(model, batch["tokens"]).argmax(1) == batch["labels"]).double().mean()
     return share
 
 
 def labels_found(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     """The label that is found for each text of a batch, and its own."""
-    return model(batch["tokens"]).argmax(1), batch["labels"]
+    return label_scores(model, batch["tokens"]).argmax(1), batch["labels"]
 
 
 class MacroF1:
