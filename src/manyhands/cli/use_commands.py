@@ -257,6 +257,7 @@ class _ServeOptions(_Model):
     batch: int = option(64, "Largest batch of inputs computed together.")
     wait: float = option(2.0, "Milliseconds a request waits for others to fill a batch.")
     deadline: float = option(30.0, "Seconds until an unanswered request gets a 503.")
+    cache: float = option(2.0, "GiB for keys and values in each worker that writes text.")
     precision: str = option(
         "fp32", "fp32, bf16 or int8; `manyhands bench inference` measures which is fastest here."
     )
@@ -276,6 +277,7 @@ class _ServeOptions(_Model):
 def serve_command(asked: _ServeOptions) -> None:
     """Requests are POST /predict with {"inputs": [...]} and the token that is printed; they are computed in batches.
 
+    A model that writes text answers POST /generate with {"prompt": ...}, too: texts join and leave between two tokens.
     A worker that dies is replaced, and its requests go to another. Needs the web extra: pip install 'manyhands[web]'.
     """
     from manyhands.places.local.signals import ending
@@ -296,6 +298,7 @@ def serve_command(asked: _ServeOptions) -> None:
         names=names,
         token=asked.token,
         batches=batches,
+        cache_bytes=int(asked.cache * 2**30),
     )
     predictor = open_predictor(asked.run, _own_task(asked.task))
     predictor.check_precision(asked.precision)
@@ -313,6 +316,7 @@ def serve_command(asked: _ServeOptions) -> None:
 
 def _announce(server: ModelServer, predictor: Predictor[Any], asked: _ServeOptions) -> None:
     """How to ask, on stderr; a token that was given is not repeated, because logs are kept."""
+    from manyhands.serving.text_generator import TextGenerator
     from manyhands.transport.security import is_loopback
 
     known = predictor.example is not None
@@ -322,6 +326,11 @@ def _announce(server: ModelServer, predictor: Predictor[Any], asked: _ServeOptio
         bearer = '"Authorization: Bearer $MANYHANDS_TOKEN"'
     print(f"page  {server.url if asked.token is None else server.address}", file=sys.stderr)
     print(f"ask   curl -s {server.address}/predict -H {bearer} -d {body}", file=sys.stderr, flush=True)
+    if isinstance(predictor, TextGenerator):
+        streamed = shlex.quote(json.dumps({**predictor.example, "stream": True}))
+        print(
+            f"or    curl -sN {server.address}/generate -H {bearer} -d {streamed}", file=sys.stderr, flush=True
+        )
     if not is_loopback(asked.host):
         print(
             f"manyhands: {asked.host} can be reached from other machines; anyone with the token can use it, "

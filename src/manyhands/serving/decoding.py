@@ -24,7 +24,7 @@ from manyhands.workloads.language.gpt import GPT
 from manyhands.workloads.language.key_values import KeyValueCache
 from manyhands.workloads.language.sampling import chosen
 
-__all__ = ["CachedDecoder", "RecomputingDecoder", "TextDecoder", "TextEngine"]
+__all__ = ["CachedDecoder", "RecomputingDecoder", "TextDecoder", "TextEngine", "rows_within"]
 
 
 class TextDecoder(Protocol):
@@ -93,6 +93,19 @@ def _padded(rows: Sequence[TokensOfRow]) -> Tensor:
     return torch.tensor([[*one.tokens, *[0] * (longest - len(one.tokens))] for one in rows])
 
 
+def rows_within(model: nn.Module, limits: TextLimits) -> int:
+    """How many texts are computed together; UserError where the memory is too small for one."""
+    if not isinstance(model, GPT):
+        return limits.rows
+    each = KeyValueCache.bytes_per_row(model.sizes, model.transformer.wte.weight)
+    if each > limits.cache_bytes:
+        raise UserError(
+            f"one text of this model needs a cache of {format_bytes(each)}, more than cache_bytes="
+            f"{format_bytes(limits.cache_bytes)}; allow more"
+        )
+    return min(limits.rows, limits.cache_bytes // each)
+
+
 class TextEngine:
     """Writes several texts, a token of each in a step; `vocabulary` tokens of the model have a meaning."""
 
@@ -104,15 +117,7 @@ class TextEngine:
         vocabulary: int,
         end_token: int | None = None,
     ) -> None:
-        rows, self._vocabulary = limits.rows, vocabulary
-        if isinstance(model, GPT):
-            each = KeyValueCache.bytes_per_row(model.sizes, model.transformer.wte.weight)
-            rows = min(rows, limits.cache_bytes // each)
-            if not rows:
-                raise UserError(
-                    f"one text of this model needs a cache of {format_bytes(each)}, more than cache_bytes="
-                    f"{format_bytes(limits.cache_bytes)}; allow more"
-                )
+        rows, self._vocabulary = rows_within(model, limits), vocabulary
         self._decoder: TextDecoder = (
             CachedDecoder(model, rows) if isinstance(model, GPT) else RecomputingDecoder(model)
         )
@@ -139,5 +144,9 @@ class TextEngine:
                 self._decoder.move(move.source, move.target, move.cached)
             parts = [self._decoder.start(step.starts)] if step.starts else []
             parts += [self._decoder.extend(step.extends)] if step.extends else []
-            tokens = chosen(torch.cat(parts)[:, : self._vocabulary], step.how, step.places) if parts else []
-        return [*events, *self._scheduler.record(tokens)]
+            if not parts:
+                return events
+            scores = torch.cat(parts)[:, : self._vocabulary]
+            finite = scores.isfinite().all(-1)
+            tokens = chosen(torch.where(finite[:, None], scores, 0.0), step.how, step.places)
+        return [*events, *self._scheduler.record(tokens, finite.tolist())]

@@ -5,6 +5,9 @@ client ──HTTP──► ModelApp ──► Switchboard ──batch──► w
 
 POST /predict   {"inputs": [...]} → {"answers": [...]}, one for each input, or {"error": "one sentence"}
 
+A model that writes text has a `TextSwitchboard` in the place of the switchboard, workers that let a text join between
+two tokens, and POST /generate.
+
 `routes` has the other addresses, and what each status means.
 """
 
@@ -36,7 +39,12 @@ from manyhands.serving.hosting import LOOPBACK, Listening, WebThread
 from manyhands.serving.model_parts import MAX_FRAME_BYTES, ModelParts
 from manyhands.serving.model_replica import replica
 from manyhands.serving.page_app import PageApp, Receive, RequestRefused, SendMessage
-from manyhands.serving.routes import MODEL_ROUTES, PAGE_ROUTES, Route, openapi
+from manyhands.serving.routes import MODEL_ROUTES, PAGE_ROUTES, TEXT_ROUTES, Route, openapi
+from manyhands.serving.text_generator import TextGenerator
+from manyhands.serving.text_replica import text_replica
+from manyhands.serving.text_scheduler import TextLimits
+from manyhands.serving.text_switchboard import TextSwitchboard, answer_text
+from manyhands.serving.worker_switchboard import WorkerSwitchboard
 from manyhands.wire.nesting import MOST_NESTED, json_depth
 from manyhands.workloads.predictor import Predictor
 
@@ -61,13 +69,14 @@ class ModelApp:
 
     def __init__(
         self,
-        switchboard: Switchboard,
+        switchboard: WorkerSwitchboard,
         page: PageApp[Any],
         tally: ServingTally,
         limits: BodyLimits,
         description: Mapping[str, Any],
     ) -> None:
         self._switchboard, self._page, self._tally, self._limits = switchboard, page, tally, limits
+        self._routes = {**MODEL_ROUTES, **(TEXT_ROUTES if isinstance(switchboard, TextSwitchboard) else {})}
         self._description = json.dumps(description).encode()
         self._held_bytes = 0
 
@@ -75,15 +84,16 @@ class ModelApp:
         if scope["type"] != "http" or scope["path"] in PAGE_ROUTES:
             await self._page(scope, receive, send)
             return
-        route = MODEL_ROUTES.get(scope["path"], Route(about="", method=scope["method"]))
+        route = self._routes.get(scope["path"], Route(about="", method=scope["method"]))
         begun = time.monotonic()
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         try:
             self._page.guard.check(
                 scope["method"], headers, methods=route.methods, needs_token=route.needs_token
             )
-            if scope["path"] not in MODEL_ROUTES:
-                raise RequestRefused(404, "There is nothing at this address; ask with POST /predict.")
+            if scope["path"] not in self._routes:
+                asks = " or ".join(path for path, one in self._routes.items() if one.method == "POST")
+                raise RequestRefused(404, f"There is nothing at this address; ask with POST {asks}.")
         except RequestRefused as refused:  # of an unknown peer, and not counted
             said = _error(refused.sentence)
             await self._refuse_unread(refused.status, said, refused.headers, receive, send)
@@ -91,7 +101,7 @@ class ModelApp:
         if route.needs_token:
             scope.get("state", {}).get("know", lambda: None)()
         if route.method == "POST":
-            await self._answer(begun, headers, receive, send)
+            await self._answer(begun, scope["path"], headers, receive, send)
         else:
             status, content = self._status(scope["path"])
             await _begin(send, status, content, {} if route.needs_token else {"connection": "close"})
@@ -104,18 +114,25 @@ class ModelApp:
         return (200, b'{"status": "ok"}') if is_well else (503, b'{"status": "no worker can answer"}')
 
     async def _answer(
-        self, begun: float, headers: Mapping[str, str], receive: Receive, send: SendMessage
+        self, begun: float, path: str, headers: Mapping[str, str], receive: Receive, send: SendMessage
     ) -> None:
         body, size = _Body(), 0
+        answer: bytes | None
         try:
             await self._read(body, headers, receive)
-            size = checked_body(body.content, self._limits)
-            status, answer = await self._switchboard.ask(body.content, size)
+            if path in TEXT_ROUTES and isinstance(self._switchboard, TextSwitchboard):
+                fields, size = checked_object(body.content), 1
+                status, answer = await answer_text(self._switchboard, fields, receive, send)
+            else:
+                size = checked_body(body.content, self._limits)
+                status, answer = await self._switchboard.ask(body.content, size)
         except RequestRefused as refusal:
             status, answer = refusal.status, _error(refusal.sentence)
         finally:
             self._held_bytes -= len(body.content)
         self._tally.answered(Answered(time.monotonic(), time.monotonic() - begun, status, size))
+        if answer is None:  # sent already
+            return
         more = {"retry-after": "1"} if status == 503 else {}
         if body.is_whole:
             await _begin(send, status, answer, more)
@@ -190,13 +207,7 @@ async def _begin(send: SendMessage, status: int, body: bytes, more: Mapping[str,
 def checked_body(body: bytes | bytearray, limits: BodyLimits) -> int:
     """Return the number of inputs of a body; rejects one that is not `{"inputs": [...]}`."""
     wanted = 'send {"inputs": [...]}'
-    try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_no_number)
-    except (ValueError, RecursionError) as error:
-        raise RequestRefused(400, f"The body is not JSON ({str(error)[:100]}); {wanted}.") from error
-    if json_depth(bytes(body)) > MOST_NESTED:
-        why = f"The body is nested more than {MOST_NESTED} deep; {wanted}."
-        raise RequestRefused(400, why)
+    value = _parsed(body, wanted)
     inputs = value.get("inputs") if isinstance(value, dict) else None
     if not isinstance(inputs, list) or not inputs:
         raise RequestRefused(400, f"The body has no array of inputs; {wanted}.")
@@ -204,6 +215,25 @@ def checked_body(body: bytes | bytearray, limits: BodyLimits) -> int:
         why = f"A request has at most {limits.inputs:,} inputs, not {len(inputs):,}; send fewer at a time."
         raise RequestRefused(413, why)
     return len(inputs)
+
+
+def checked_object(body: bytes | bytearray) -> dict[str, Any]:
+    """The fields of a body for /generate."""
+    wanted = 'send {"prompt": …}'
+    value = _parsed(body, wanted)
+    if not isinstance(value, dict):
+        raise RequestRefused(400, f"The body is no object; {wanted}.")
+    return value
+
+
+def _parsed(body: bytes | bytearray, wanted: str) -> Any:
+    try:
+        value = json.loads(body.decode("utf-8"), parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise RequestRefused(400, f"The body is not JSON ({str(error)[:100]}); {wanted}.") from error
+    if json_depth(bytes(body)) > MOST_NESTED:
+        raise RequestRefused(400, f"The body is nested more than {MOST_NESTED} deep; {wanted}.")
+    return value
 
 
 def _no_number(word: str) -> None:
@@ -334,7 +364,8 @@ class Replicas:
             copies.enter_context(theirs)
             more, others = parts.roles(f"worker {worker}", copies)
             descriptors = {"model": packed, "requests": theirs.fileno(), **more}
-            first = Role(name=f"worker {worker}", target=replica, descriptors=descriptors)
+            target = text_replica if isinstance(self._predictor, TextGenerator) else replica
+            first = Role(name=f"worker {worker}", target=target, descriptors=descriptors)
             for role in (first, *others):
                 self._last += 1
                 self._worker_of[supervisor.start(role, self._last)] = worker
@@ -364,6 +395,7 @@ class ServeOptions:
     token: str | None = field(default=None, repr=False)  # None: a new one at every start
     batches: BatchLimits = field(default_factory=BatchLimits)
     bodies: BodyLimits = field(default_factory=BodyLimits)
+    cache_bytes: int = TextLimits().cache_bytes  # of each worker that writes text
 
     def __post_init__(self) -> None:
         if not 1 <= self.workers <= MOST_WORKERS:
@@ -395,14 +427,29 @@ class ModelServer:
         self.token = self._listening.guard.token
         self._tally = ServingTally(time.monotonic())
         self._replicas = Replicas(predictor, self._options.workers, self._on_start, self._tally.note)
-        self._switchboard = Switchboard(self._options.batches, self._tally, self._replicas.to_kill.put)
+        self._switchboard = self._make_switchboard(predictor)
         guard = self._listening.guard
         self._page: PageApp[ServingView] = PageApp(self.view, guard, drawn.serving_metrics, drawn=_PAGE)
         bodies = self._options.bodies
-        about = openapi(predictor.task, predictor.takes, predictor.example, bodies.inputs)
+        about = openapi(
+            predictor.task,
+            predictor.takes,
+            predictor.example,
+            bodies.inputs,
+            writes_text=isinstance(predictor, TextGenerator),
+        )
         app = ModelApp(self._switchboard, self._page, self._tally, bodies, about)
         self._web = WebThread(app, self._listening, room_here(_MOST_CONNECTIONS, _SHARE))
         self._example = json.dumps(predictor.example) if predictor.example is not None else "…"
+
+    def _make_switchboard(self, predictor: Predictor[Any]) -> WorkerSwitchboard:
+        batches, kill = self._options.batches, self._replicas.to_kill.put
+        if not isinstance(predictor, TextGenerator):
+            return Switchboard(batches, self._tally, kill)
+        predictor.limit(
+            TextLimits(rows=batches.batch, waiting=batches.waiting, cache_bytes=self._options.cache_bytes)
+        )
+        return TextSwitchboard(predictor, batches, self._tally, kill)
 
     def __enter__(self) -> Self:
         self._web.start()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
-__all__ = ["MODEL_ROUTES", "PAGE_ROUTES", "Route", "openapi"]
+__all__ = ["MODEL_ROUTES", "PAGE_ROUTES", "TEXT_ROUTES", "Route", "openapi"]
 
 _JSON = "application/json"
 
@@ -60,6 +60,22 @@ MODEL_ROUTES: dict[str, Route] = {
 }
 """Those of a model server, besides its page's."""
 
+TEXT_ROUTES: dict[str, Route] = {
+    "/generate": Route(
+        method="POST",
+        about="Continues a prompt; with stream, in server-sent events: text, …, text, end.",
+        statuses={
+            200: "The text and the number of its tokens, or the events; a text that fails ends with the event error.",
+            400: "No JSON, a field that makes no sense, a prompt too long, or headers that contradict each other.",
+            408: "The body came too slowly.",
+            413: "Too many bytes.",
+            500: "The model failed.",
+            503: "Too many texts wait, the time is over, or the server is ending; try again later.",
+        },
+    ),
+}
+"""Those of a server whose model writes text, too."""
+
 PAGE_ROUTES: dict[str, Route] = {
     "/": Route(about="The page.", needs_token=False, kind="text/html"),
     "/events": Route(
@@ -72,14 +88,17 @@ PAGE_ROUTES: dict[str, Route] = {
 }
 
 
-def openapi(task: str, takes: str, example: Any, most_inputs: int) -> dict[str, Any]:
+def openapi(
+    task: str, takes: str, example: Any, most_inputs: int, *, writes_text: bool = False
+) -> dict[str, Any]:
     """The OpenAPI 3.1 description of a server of this task, whose input `takes` says in words."""
     inputs = {"type": "array", "minItems": 1, "maxItems": most_inputs, "items": {"description": takes}}
     sent: dict[str, Any] = {"schema": _object(inputs=inputs)}
     if example is not None:
         sent["example"] = {"inputs": [example]}
     paths: dict[str, dict[str, Any]] = {}
-    for path, route in {**MODEL_ROUTES, **PAGE_ROUTES}.items():
+    texts = TEXT_ROUTES if writes_text else {}
+    for path, route in {**MODEL_ROUTES, **texts, **PAGE_ROUTES}.items():
         operation: dict[str, Any] = {
             "summary": route.about,
             "security": [{"token": []}] if route.needs_token else [],
@@ -89,7 +108,9 @@ def openapi(task: str, takes: str, example: Any, most_inputs: int) -> dict[str, 
             },
         }
         if route.method == "POST":
-            operation["requestBody"] = {"required": True, "content": {_JSON: sent}}
+            body = {"schema": {"type": "object", "description": takes}, "example": example}
+            content = body if path in TEXT_ROUTES else sent
+            operation["requestBody"] = {"required": True, "content": {_JSON: content}}
         paths[path] = {route.method.lower(): operation}
     return {
         "openapi": "3.1.0",
@@ -102,6 +123,9 @@ def openapi(task: str, takes: str, example: Any, most_inputs: int) -> dict[str, 
 def _content(path: str, route: Route, status: int) -> dict[str, Any]:
     if path in PAGE_ROUTES:
         return {route.kind if status == 200 else "text/plain": {}}
+    if status == 200 and path in TEXT_ROUTES:
+        written = _object(text={"type": "string"}, tokens={"type": "integer"})
+        return {_JSON: {"schema": written}, "text/event-stream": {}}
     if status == 200 and route.method == "POST":
         return {_JSON: {"schema": _object(answers={"type": "array", "items": {}})}}
     if status == 200 or (status == 503 and path == "/readyz"):

@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from manyhands.errors import UserError, nearest, num_of
-from manyhands.serving.decoding import TextEngine
+from manyhands.errors import ManyhandsError, UserError, nearest, num_of
+from manyhands.serving.decoding import TextEngine, rows_within
 from manyhands.serving.text_coding import BYTES, TextCoding, coding_by, coding_of
-from manyhands.serving.text_scheduler import TextLimits, TextRequest, TokenWritten
+from manyhands.serving.text_scheduler import TextLimits, TextRefused, TextRequest
 from manyhands.workloads.exporting import load, recorded_options
 from manyhands.workloads.language.gpt import GPT, GPT2_LAYOUT
 from manyhands.workloads.language.huggingface import fill, read_config, read_sizes
@@ -54,26 +54,28 @@ class TextPieces:
 
     def __init__(self, coding: TextCoding) -> None:
         self._coding = coding
-        self._tokens: list[int] = []
-        self._context = self._given = 0  # where the tokens that decoding needs begin, and those not given out
+        self._tokens: list[int] = []  # the newest, from the second last end of a letter on
+        self._end = 0  # how many of them are before the last end of a letter
+        self._given = 0  # letters of their text
 
     def push(self, token: int) -> str:
         self._tokens.append(token)
-        piece = self._piece()
-        if not piece or piece.endswith(_UNFINISHED):
-            return ""
-        self._context, self._given = self._given, len(self._tokens)
+        text = self._coding.decode(self._tokens)
+        if text.endswith(_UNFINISHED):
+            return self._new(text[:-1])
+        piece = self._new(text)
+        # Some tokens stay: whether the next one begins with a space may depend on those before it.
+        del self._tokens[: self._end]
+        self._end, self._given = len(self._tokens), len(self._coding.decode(self._tokens))
         return piece
 
     def rest(self) -> str:
         """What is left of a letter that was never finished."""
-        piece, self._given = self._piece(), len(self._tokens)
-        return piece
+        return self._new(self._coding.decode(self._tokens))
 
-    def _piece(self) -> str:
-        # Decoded with the tokens before it: whether a piece begins with a space may depend on them.
-        before = self._coding.decode(self._tokens[self._context : self._given])
-        return self._coding.decode(self._tokens[self._context :])[len(before) :]
+    def _new(self, text: str) -> str:
+        piece, self._given = text[self._given :], max(self._given, len(text))
+        return piece
 
 
 class TextGenerator(ModulePredictor[list[Prompt]]):
@@ -86,6 +88,7 @@ class TextGenerator(ModulePredictor[list[Prompt]]):
     def __init__(self, model: nn.Module, context: int, coding: TextCoding = BYTES) -> None:
         super().__init__(model)
         self.context, self.coding = context, coding
+        self.limits = TextLimits()  # of a worker that serves it
 
     def blocks(self, source: str, read_as: ReadAs) -> Iterator[list[Prompt]]:
         del read_as
@@ -126,6 +129,11 @@ class TextGenerator(ModulePredictor[list[Prompt]]):
     def answers(self, inputs: list[Prompt]) -> list[Any]:
         return [{"text": self.coding.decode(tokens)} for tokens in self.continued(inputs)]
 
+    def limit(self, limits: TextLimits) -> None:
+        """Take on the limits of a server; UserError where they leave no text."""
+        rows_within(self.model, limits)
+        self.limits = limits
+
     def engine(self, limits: TextLimits) -> TextEngine:
         return TextEngine(self.model, limits, self.context, self.coding.vocabulary, self.coding.end_of_text)
 
@@ -139,7 +147,9 @@ class TextGenerator(ModulePredictor[list[Prompt]]):
             engine.submit(self.request(prompt, number))
         while not engine.is_idle:
             for event in engine.step(0.0):
-                if isinstance(event, TokenWritten) and event.token is not None:
+                if isinstance(event, TextRefused):
+                    raise ManyhandsError(event.sentence)
+                if event.token is not None:
                     yield event.number, event.token
 
     def continued(self, prompts: Sequence[Prompt]) -> list[list[int]]:

@@ -169,12 +169,17 @@ class TextScheduler:
             places=tuple(text.num_written for text in self._computed),
         ), refused
 
-    def record(self, tokens: Sequence[int]) -> list[TokenWritten]:
-        """The tokens that the planned step has chosen, in the order of its starts and extends."""
-        written = []
-        for text, token in zip(self._computed, tokens, strict=True):
+    def record(self, tokens: Sequence[int], finite: Sequence[bool] | None = None) -> list[TextEvent]:
+        """The tokens that the planned step has chosen, in its order, and which of them have finite scores."""
+        written = list[TextEvent]()
+        for text, token, good in zip(self._computed, tokens, finite or [True] * len(tokens), strict=True):
             text.cached = len(text.tokens) - text.begin
             if text.is_over:  # cancelled while the step was computed
+                continue
+            if not good:
+                text.is_over = True
+                sentence = "the model's scores are not finite: its training diverged"
+                written.append(TextRefused(text.request.number, 500, sentence))
                 continue
             is_end = token == self._end_token
             if not is_end:
