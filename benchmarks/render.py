@@ -30,7 +30,7 @@ from render_models import codecs_speed, language_speed, offload, pipeline_speed,
 from render_plan import auto_speed, plan_errors
 from render_public import public_tables
 from render_startup import startup_times
-from render_text import tokenizing_speed
+from render_text import tokenizing_speed, tuning_scores
 from render_wire import local_steps, wire_time
 from results_read import RENAMED, RESULTS, ROOT, load, markdown, show_percent, show_ratio, show_time
 
@@ -410,6 +410,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "stragglers permanent": stragglers("permanent"),
     "stragglers passing": stragglers("passing"),
     "tokenizing": tokenizing_speed,
+    "tuning": tuning_scores,
     "wavefronts": wavefronts,
     "wire time": wire_time,
     "allreduce schedules": allreduce_schedules,

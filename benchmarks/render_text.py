@@ -19,3 +19,18 @@ def tokenizing_speed() -> str:
         rows.append([row["text"], row["tokenizer"], *rates, f"**{show_ratio(row['times_library'])}**"])
     about = f"{result['cores']} cores, tokenizers {result['tokenizers']}, median of {result['rounds']}"
     return f"**{about}**\n\n{markdown(rows)}"
+
+
+def tuning_scores() -> str:
+    """Accuracy and macro-F1 of a BERT, pre-trained or not, beside logistic regression."""
+    result = load("tuning")
+    rows = [["who speaks the line?", "accuracy", "macro-F1", "seconds"]]
+    for row in result["rows"]:
+        scores = [f"{row[name]:.1%}".replace("%", " %") for name in ("accuracy", "macro_f1")]
+        rows.append([row["model"], *scores, f"{row['seconds']:.0f}"])
+    before = result["pretraining"]
+    lines = f"{result['learned']:,} lines to learn from, {result['held_out']} held out"
+    trained = f"{before['steps']} steps of masked word pieces before, {before['seconds']:.0f} s"
+    measured = f"{result['cores']} cores, {result['epochs']} epochs, median of {result['seeds']} seeds"
+    about = f"**{result['roles']} roles of Shakespeare, {lines}; {measured}; {trained}**"
+    return f"{about}\n\n{markdown(rows)}"

@@ -23,7 +23,6 @@ from manyhands.workloads.language.classification import (
     MacroF1,
     TextRows,
     label_loss,
-    label_scores,
 )
 from manyhands.workloads.language.huggingface import fill, write_checkpoint
 from manyhands.workloads.language.presets import ModelSizes
@@ -74,7 +73,7 @@ def test_it_computes_and_learns_what_theirs_does(tmp_path: Path, of: str) -> Non
     given = {"input_ids": ids, "attention_mask": ids != PADDING}
     if of == "BertForSequenceClassification":  # not through a file of ours
         as_given = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "given")
-        torch.testing.assert_close(label_scores(model, ids), as_given(**given).logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(model(ids), as_given(**given).logits, rtol=0, atol=1e-5)
     for one in (theirs, model):
         optimizer = torch.optim.AdamW(one.parameters(), lr=1e-2)
         batch = {"tokens": ids, "labels": labels}
@@ -82,14 +81,14 @@ def test_it_computes_and_learns_what_theirs_does(tmp_path: Path, of: str) -> Non
         loss.backward()
         optimizer.step()
     with torch.no_grad():
-        torch.testing.assert_close(label_scores(model, ids), theirs(**given).logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(model(ids), theirs(**given).logits, rtol=0, atol=1e-5)
 
 
 def test_padding_changes_no_score() -> None:
     torch.manual_seed(0)
     model, ids = BertClassifier(SIZES, ("a", "b")), padded_ids()
     alone = torch.cat([model(row[row != PADDING][None]) for row in ids])
-    torch.testing.assert_close(label_scores(model, ids), alone, rtol=0, atol=1e-6)
+    torch.testing.assert_close(model(ids), alone, rtol=0, atol=1e-6)
 
 
 def test_macro_f1_is_that_of_scikit_learn() -> None:

@@ -19,7 +19,7 @@ from manyhands.data.batches import BatchSource
 from manyhands.errors import UserError
 from manyhands.workloads.language.bert import PADDING
 from manyhands.workloads.language.bert_tasks import BertTaskOptions
-from manyhands.workloads.language.classification import BertClassifier, label_loss, label_scores
+from manyhands.workloads.language.classification import BertClassifier, label_loss
 from manyhands.workloads.language.gpt import GPT
 from manyhands.workloads.language.huggingface import fill, write_checkpoint
 from manyhands.workloads.language.lora import (
@@ -127,11 +127,8 @@ def test_peft_reads_trains_and_writes_the_same_adapters(tmp_path: Path, kind: st
     def loss_of(scores: Tensor) -> Tensor:
         return F.cross_entropy(scores.flatten(0, -2), (torch.arange(scores[..., 0].numel()) % 2))
 
-    def scores_of(one: nn.Module) -> Tensor:
-        return one(ids) if kind == "gpt" else label_scores(one, ids)
-
     for step in range(2):
-        scores = scores_of(model), theirs(**given).logits
+        scores = model(ids), theirs(**given).logits
         torch.testing.assert_close(*scores, rtol=0, atol=1e-5)
         for one, found in zip((model, theirs), scores, strict=True):
             if not step:
@@ -144,7 +141,7 @@ def test_peft_reads_trains_and_writes_the_same_adapters(tmp_path: Path, kind: st
     fill(again, tmp_path / "base", again.layout, asdict(SIZES))
     add_adapters(again, lora, again.layout.optional)
     read_adapter(again, tmp_path / "theirs")
-    torch.testing.assert_close(scores_of(again), theirs(**given).logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(again(ids), theirs(**given).logits, rtol=0, atol=1e-5)
 
 
 def test_only_adapters_and_a_new_head_are_trained() -> None:

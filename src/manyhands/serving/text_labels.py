@@ -15,7 +15,7 @@ from manyhands.serving.text_coding import masked_coding_of, tokenizer_of
 from manyhands.serving.torch_predictors import MaskFiller
 from manyhands.workloads.exporting import load
 from manyhands.workloads.language.bert import BERT
-from manyhands.workloads.language.classification import BertClassifier, TextRows, label_scores
+from manyhands.workloads.language.classification import BertClassifier, TextRows
 from manyhands.workloads.predictor import ModulePredictor, ReadAs
 
 __all__ = ["TextLabels", "open_bert"]
@@ -54,7 +54,7 @@ class TextLabels(ModulePredictor[list[str]]):
 
     def answers(self, inputs: list[str]) -> list[Any]:
         with torch.inference_mode():
-            chances, found = label_scores(self.model, self.rows.of(inputs)).double().softmax(1).max(1)
+            chances, found = self.model(self.rows.of(inputs)).double().softmax(1).max(1)
         return [
             {"label": self.labels[label], "probability": round(chance, _DIGITS)}
             for label, chance in zip(found.tolist(), chances.tolist(), strict=True)

@@ -80,7 +80,8 @@ class BertClassifier(nn.Module):
         return [body.embeddings, *body.encoder.layer, body.pooler, *after, self.classifier]
 
     def forward(self, tokens: Tensor, seen: Tensor | None = None) -> Tensor:
-        """(batch, time) tokens to (batch, labels) scores; `seen` is where attention looks, everywhere by default."""
+        """(batch, time) tokens to (batch, labels) scores; `seen` is where attention looks: not at padding."""
+        seen = attended(tokens) if seen is None else seen
         x = self.bert.embeddings(tokens)
         for layer in self.bert.encoder.layer:
             x = layer(x, seen)
@@ -104,9 +105,14 @@ class _Pooler(nn.Module):
         return pooled
 
 
+def attended(tokens: Tensor) -> Tensor:
+    """Where attention looks in rows of different lengths: everywhere but at padding."""
+    return (tokens != PADDING)[:, None, None, :]
+
+
 def label_scores(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Those of texts of different lengths: attention does not see their padding."""
-    scores: Tensor = model(tokens, seen=(tokens != PADDING)[:, None, None, :])
+    """With what attention looks at as an input by name, which the stages of a pipeline pass on."""
+    scores: Tensor = model(tokens, seen=attended(tokens))
     return scores
 
 
