@@ -17,6 +17,7 @@ import manyhands as mh
 from manyhands.cli.main import app
 from manyhands.data.batches import BatchSource
 from manyhands.errors import UserError
+from manyhands.foresight.estimate import estimate
 from manyhands.workloads.language.bert import PADDING
 from manyhands.workloads.language.bert_tasks import BertTaskOptions
 from manyhands.workloads.language.classification import BertClassifier, label_loss
@@ -224,3 +225,18 @@ def test_bert_fills_in_with_adapters_too(tmp_path: Path) -> None:
     assert [name.removeprefix("bert.encoder.layer.0.") for name in names] == [
         "attention.output.dense", "intermediate.dense", "output.dense",
     ]  # fmt: skip
+
+
+def test_memory_is_estimated_with_gradients_of_adapters_alone(checkpoint: Path) -> None:
+    """The file is read where tensors have no storage, too, so that what does not fit is said there."""
+    task = build("gpt", init=checkpoint, lora=2)
+    model, footprint = task.model(), estimate(task).footprint
+    sizes = {name: 4 * one.numel() for name, one in model.named_parameters()}
+    trained = sum(size for name, size in sizes.items() if "lora" in name)
+    assert (footprint.parameters, footprint.gradients) == (sum(sizes.values()), trained)
+    assert footprint.state < 2 * trained + 100
+    (checkpoint / "model.safetensors").unlink()
+    with pytest.raises(
+        UserError, match=r"has no model\.safetensors; give a directory that transformers wrote"
+    ):
+        estimate(task)

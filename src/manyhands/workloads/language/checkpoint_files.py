@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from manyhands.data.store.tensorfile import read_tensors
 from manyhands.errors import UserError
@@ -35,6 +36,7 @@ def read_weights(file: Path, instead: str) -> dict[str, Tensor]:
     if not file.is_file():
         raise UserError(f"{file.parent} has no {file.name}; give {instead}")
     try:
-        return read_tensors(file)
+        with _disable_current_modes():  # a file has values also where a model is made without, to estimate it
+            return read_tensors(file)
     except ValueError as error:
         raise UserError(f"{file} {error}; give {instead}") from error
