@@ -1,6 +1,6 @@
 """How many machines train one model, as a value: frozen dataclasses with a text form that parses and prints back.
 
-    allreduce algorithm=ring buckets=25MiB
+    allreduce algorithm=ring buckets=1MiB
 
 The first word says who holds the truth, the rest are settings of that choice. Only settings that differ from their
 default are printed, in the order of the fields, so equal strategies have equal texts. A value carries every fact that
@@ -218,8 +218,8 @@ def enough(num_bytes: float) -> str:
 
 
 def buckets_setting() -> Any:
-    """`buckets=25MiB`: how much of the gradient travels at once."""
-    return setting(25 * MIB, parse_size, show_size)
+    """`buckets=4MiB`: how much of the gradient travels at once; nothing hides the exchange of the last."""
+    return setting(4 * MIB, parse_size, show_size)
 
 
 def link_setting() -> Any:
@@ -235,7 +235,7 @@ def check_link(link: str, more: Sequence[str] = ()) -> None:
 def check_buckets(num_bytes: int) -> None:
     """Raise UserError for buckets that hold nothing."""
     if not isinstance(num_bytes, int) or num_bytes < 1:
-        raise UserError(f"buckets={num_bytes!r} must be at least 1 byte; 25MiB is usual")
+        raise UserError(f"buckets={num_bytes!r} must be at least 1 byte; 4MiB is usual")
 
 
 Searched = Mapping[str, Callable[[Machines], Sequence[Any]]]

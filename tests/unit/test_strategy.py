@@ -28,10 +28,10 @@ from manyhands.strategy import Strategy, parse_size, show_size
     [
         ("single", Single()),
         ("mirrored", Mirrored()),
-        ("mirrored buckets=4MiB", Mirrored(buckets=4 << 20)),
+        ("mirrored buckets=8MiB", Mirrored(buckets=8 << 20)),
         ("allreduce", AllReduce()),
         ("central", Central()),
-        ("central buckets=4MiB", Central(buckets=4 << 20)),
+        ("central buckets=8MiB", Central(buckets=8 << 20)),
         ("sharded", Sharded()),
         ("sharded link=tcp", Sharded(link="tcp")),
         ("allreduce algorithm=ring", AllReduce(algorithm="ring")),
@@ -53,7 +53,7 @@ def test_text_form_parses_and_prints_back(text: str, value: Strategy) -> None:
 
 
 def test_defaults_are_not_printed_and_spacing_does_not_matter() -> None:
-    assert str(Strategy.parse("  allreduce   buckets=25MiB  algorithm=direct ")) == "allreduce"
+    assert str(Strategy.parse("  allreduce   buckets=4MiB  algorithm=direct ")) == "allreduce"
 
 
 @pytest.mark.parametrize(
