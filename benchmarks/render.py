@@ -22,6 +22,7 @@ from render_federated import (
     federated_roles,
 )
 from render_filters import filters
+from render_generating import generating_rates
 from render_gpu_nccl import nccl_steps
 from render_inference import inference_speed
 from render_links import geo, helpers_live, hosts_speed, links_speed, many_ranks, ray_actor, tls_cost
@@ -379,6 +380,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "auto speed": auto_speed,
     "plan errors": plan_errors,
     "public tables": public_tables,
+    "generating": generating_rates,
     "inference": inference_speed,
     "local steps": local_steps,
     "ray actor": ray_actor,
