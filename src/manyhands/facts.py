@@ -399,7 +399,7 @@ class TaskProfile:
     """Everything else that grows with the samples of a worker: loading, the loss, recording."""
     optimizer_s: float = 0.0  # a step of all parameters, while the other workers take theirs
     owners_s: float | None = (
-        None  # the same as owners of slices take it, in one pass; None: as the optimizer does
+        None  # the same by owners of slices, in one pass; None: as the optimizer takes it
     )
     owner_alone_s: float | None = None  # by an owner while nobody else does; None: not measured
     slowest: float = 1.0

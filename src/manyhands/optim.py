@@ -1,4 +1,4 @@
-"""Optimizers that torch has not: two with an L1 penalty, for sparse linear models and their tables, and LAMB.
+"""Optimizers that torch lacks: two with an L1 penalty, for sparse linear models and their tables, and LAMB.
 
 **FTRL-proximal** (McMahan et al., KDD 2013, Algorithm 1). Every item has its own rate α / (β + √Σg²), and an L1 term
 that sets items to exactly 0. With q for the reciprocal of the rate, a step with gradient g takes the weight w to

@@ -377,18 +377,18 @@ def test_a_step_in_one_pass_is_torch_s_own_and_leaves_the_optimizer_as_it_was(na
     whole, fused = parameters_of(*SHAPES), parameters_of(*SHAPES)
     for one, other in zip(whole, fused, strict=True):
         other.data.copy_(one.data)
-    plain, wherever = ELEMENTWISE[name](whole), ELEMENTWISE[name](fused)
+    plain, fused_one = ELEMENTWISE[name](whole), ELEMENTWISE[name](fused)
     settings = [
-        {key: value for key, value in group.items() if key != "params"} for group in wherever.param_groups
+        {key: value for key, value in group.items() if key != "params"} for group in fused_one.param_groups
     ]
     for step in range(3):
         for one, other in zip(whole, fused, strict=True):
             one.grad = torch.full_like(one, 0.1 * (step + 1))
             other.grad = one.grad.clone()
         plain.step()
-        take_step(wherever, wherever=True)
+        take_step(fused_one, on_cpu=True)
     for one, other in zip(whole, fused, strict=True):
         torch.testing.assert_close(one, other)
     assert settings == [
-        {key: value for key, value in group.items() if key != "params"} for group in wherever.param_groups
+        {key: value for key, value in group.items() if key != "params"} for group in fused_one.param_groups
     ]

@@ -45,8 +45,11 @@ def compiled_loss(loss: Loss, backend: str = "inductor") -> Loss:
 
 def _stands_in_its_module(loss: Loss) -> bool:
     """Not so in a worker to which a function of a script was sent: torch looks up its names in another `__main__`."""
-    module = sys.modules.get(getattr(loss, "__module__", None) or "")
-    return getattr(loss, "__globals__", None) is None or loss.__globals__ is vars(module or sys)
+    names, module = (
+        getattr(loss, "__globals__", None),
+        sys.modules.get(getattr(loss, "__module__", None) or ""),
+    )
+    return names is None or (module is not None and names is vars(module))
 
 
 def _with_compiled_model(loss: Loss, backend: str) -> Loss:

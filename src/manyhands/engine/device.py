@@ -63,7 +63,7 @@ class BatchCopies:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: torch.cuda.Stream | None = (
-            None  # once something is copied: a GPU is not woken up before
+            None  # made for the first batch: a GPU is not woken up before
         )
 
     def __call__(self, batch: Any) -> Any:

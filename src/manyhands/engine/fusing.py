@@ -13,10 +13,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 __all__ = ["may_fuse", "take_step"]
 
 _FUSED: Final = frozenset({SGD, Adagrad, Adam, AdamW})
-_FUSED_DTYPES: Final = (
-    torch.float32,
-    torch.float64,
-)  # 16-bit ones would be rounded once where torch rounds often
+# 16-bit ones would be rounded once where torch rounds often
+_FUSED_DTYPES: Final = (torch.float32, torch.float64)
 
 
 def may_fuse(
@@ -39,30 +37,26 @@ def may_fuse(
     return not group.get("momentum") or all(states) or not any(states)
 
 
-def take_step(optimizer: Optimizer, *, wherever: bool = False) -> None:
+def take_step(optimizer: Optimizer, *, on_cpu: bool = False) -> None:
     """The optimizer's step; of parameters on a GPU the fused one, as a loop of single operations waits for launches.
 
-    `wherever` it may, also on the CPU: as owners of pieces take it.
+    With `on_cpu` also of parameters on the CPU, as owners of pieces take it.
     """
-    with _fused(optimizer, wherever):
+    with _fused(optimizer, on_cpu):
         optimizer.step()
 
 
 @contextmanager
-def _fused(optimizer: Optimizer, wherever: bool) -> Iterator[None]:
+def _fused(optimizer: Optimizer, on_cpu: bool) -> Iterator[None]:
     changed = []
     for group in optimizer.param_groups:
         parameters = group["params"]
         on_gpu = bool(parameters) and all(one.device.type == "cuda" for one in parameters)
-        dense = (on_gpu or wherever) and not any(
-            one.grad is not None and one.grad.is_sparse for one in parameters
-        )
-        if (
-            not dense
-            or (on_gpu and type(optimizer) is Adagrad)
-            or not may_fuse(optimizer, group, parameters, optimizer.state)
-        ):
+        if not (on_gpu or on_cpu) or (on_gpu and type(optimizer) is Adagrad):
             continue  # torch has fused Adagrad on the CPU only
+        sparse = any(one.grad is not None and one.grad.is_sparse for one in parameters)
+        if sparse or not may_fuse(optimizer, group, parameters, optimizer.state):
+            continue
         for parameter in parameters:
             count = optimizer.state.get(parameter, {}).get("step")
             if count is not None and count.device != parameter.device:  # of a checkpoint, or of a step before

@@ -193,7 +193,7 @@ class _ProfileExchange(SingleExchange):
         """Every other round by the optimizer as it is, and as owners of slices run it."""
         is_owners = self._rounds % 2 == 1
         begin = self._now()
-        take_step(self._optimizer, wherever=is_owners)
+        take_step(self._optimizer, on_cpu=is_owners)
         self._optimizer.zero_grad()
         end = self._now()
         if self._before is not None and self._rounds >= _WARM_ROUNDS:

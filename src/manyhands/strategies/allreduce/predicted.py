@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from manyhands.facts import (
-    TracedModel,
-)
+from manyhands.facts import TracedModel
 from manyhands.strategies.allreduce.exchange import algorithm_of
 from manyhands.strategies.allreduce.helpers import sent_with_helpers
 from manyhands.strategies.allreduce.strategy import AllReduce
@@ -12,10 +10,7 @@ from manyhands.strategies.common.collectives.collective import gradient_layouts,
 from manyhands.strategies.common.collectives.collective_traffic import sent_in_memory, sent_over_links
 from manyhands.strategies.common.collectives.row_sums import row_sparse
 from manyhands.strategies.common.collectives.schedule_collective import carrier
-from manyhands.strategy import (
-    WorkerTraffic,
-    silent,
-)
+from manyhands.strategy import WorkerTraffic, silent
 from manyhands.wire.flat_layout import trainable
 from manyhands.wire.names import has_known_size
 

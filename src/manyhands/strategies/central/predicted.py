@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from manyhands.facts import (
-    TracedModel,
-)
+from manyhands.facts import TracedModel
 from manyhands.strategies.central.shared_parameters import ownership_of
 from manyhands.strategies.central.strategy import Central
 from manyhands.strategies.common.collectives.collective import step_parcels
 from manyhands.strategies.common.collectives.collective_traffic import sent_in_memory
-from manyhands.strategy import (
-    WorkerTraffic,
-    silent,
-)
+from manyhands.strategy import WorkerTraffic, silent
 from manyhands.wire.flat_layout import trainable
 
 __all__ = ["sent_in_step"]

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from manyhands.facts import (
-    TracedModel,
-)
+from manyhands.facts import TracedModel
 from manyhands.strategies.federated.algorithms import FederatedFacts, algorithm_named
 from manyhands.strategies.federated.client_data import NATURAL
 from manyhands.strategies.federated.client_states import EVERYTHING_SHARED, UpdateCoding
 from manyhands.strategies.federated.clients import held
 from manyhands.strategies.federated.strategy import Federated
-from manyhands.strategy import (
-    WorkerTraffic,
-)
+from manyhands.strategy import WorkerTraffic
 from manyhands.wire.names import has_known_size
 
 __all__ = ["sent_in_round"]

@@ -8,18 +8,13 @@ from collections import Counter
 import torch
 
 from manyhands.engine.exchange import Traffic
-from manyhands.facts import (
-    TracedModel,
-)
+from manyhands.facts import TracedModel
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
 from manyhands.strategies.common.collectives.collective_traffic import sent_in_memory, sent_over_links
 from manyhands.strategies.common.collectives.schedule_collective import carrier
 from manyhands.strategies.local.local_exchange import launched_by_average, partner
 from manyhands.strategies.local.strategy import Local
-from manyhands.strategy import (
-    WorkerTraffic,
-    silent,
-)
+from manyhands.strategy import WorkerTraffic, silent
 from manyhands.wire.flat_layout import trainable
 from manyhands.wire.names import has_known_size
 

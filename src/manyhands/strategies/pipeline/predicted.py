@@ -10,9 +10,7 @@ from itertools import pairwise
 from manyhands.data.batches import cut, split
 from manyhands.engine.chain import chain_of
 from manyhands.engine.exchange import Traffic
-from manyhands.facts import (
-    TracedModel,
-)
+from manyhands.facts import TracedModel
 from manyhands.strategies.common.grid.grid_group import (
     traffic_of_agreement,
     traffic_of_gradients,
@@ -22,10 +20,7 @@ from manyhands.strategies.pipeline.cuts import balanced
 from manyhands.strategies.pipeline.exchange import holding_of
 from manyhands.strategies.pipeline.played_chain import Cuts, PlayedChain, play_chain
 from manyhands.strategies.pipeline.strategy import Pipeline
-from manyhands.strategy import (
-    WorkerTraffic,
-    silent,
-)
+from manyhands.strategy import WorkerTraffic, silent
 
 __all__ = ["sent_in_step"]
 

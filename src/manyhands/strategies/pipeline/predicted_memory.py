@@ -10,10 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from manyhands.data.randomness import preserved
 from manyhands.engine.chain import applied, chain_of
-from manyhands.facts import (
-    ModelFootprint,
-    TracedModel,
-)
+from manyhands.facts import ModelFootprint, TracedModel
 from manyhands.strategies.common.grid.grid_group import memory_of_sums
 from manyhands.strategies.common.peak_memory import CountedMemory
 from manyhands.strategies.pipeline.cuts import parts_of
@@ -21,9 +18,7 @@ from manyhands.strategies.pipeline.ends import StandIn, call_of
 from manyhands.strategies.pipeline.played_chain import places_of_parameters
 from manyhands.strategies.pipeline.schedule_cost import most_held
 from manyhands.strategies.pipeline.schedules import Schedule
-from manyhands.strategy import (
-    WorkerMemory,
-)
+from manyhands.strategy import WorkerMemory
 
 __all__ = ["needs_of_stages"]
 

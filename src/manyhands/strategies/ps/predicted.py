@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from manyhands.facts import (
-    TracedModel,
-)
+from manyhands.facts import TracedModel
 from manyhands.strategies.ps.live.shard_encoding import RangeCoding
 from manyhands.strategies.ps.pending_steps import ShardConfig
 from manyhands.strategies.ps.shard_layout import FlatLayout
 from manyhands.strategies.ps.strategy import Ps
-from manyhands.strategy import (
-    WorkerTraffic,
-)
+from manyhands.strategy import WorkerTraffic
 from manyhands.wire.names import has_known_size
 
 __all__ = ["sent_in_step"]

@@ -11,19 +11,13 @@ from torch import Tensor
 from manyhands.data.batches import cut
 from manyhands.data.randomness import preserved
 from manyhands.engine.exchange import Traffic
-from manyhands.facts import (
-    Stepping,
-    TracedModel,
-)
+from manyhands.facts import Stepping, TracedModel
 from manyhands.strategies.common.grid.grid_group import traffic_of_sum
 from manyhands.strategies.common.sharding import layer_units
 from manyhands.strategies.common.sharding.optimizers import stepping_for
 from manyhands.strategies.sharded.exchange import WORDS_OF_REQUEST, status_items
 from manyhands.strategies.sharded.strategy import Sharded
-from manyhands.strategy import (
-    WorkerTraffic,
-    silent,
-)
+from manyhands.strategy import WorkerTraffic, silent
 from manyhands.wire.tap import GradientTap
 
 __all__ = ["sent_in_step"]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from manyhands.data.batches import split
-from manyhands.facts import (
-    TracedModel,
-)
+from manyhands.facts import TracedModel
 from manyhands.strategies.common.grid.grid_group import (
     traffic_of_agreement,
     traffic_of_gradients,
@@ -13,10 +11,7 @@ from manyhands.strategies.common.grid.grid_group import (
 )
 from manyhands.strategies.tensor.played_slices import moved_in_pieces, piece_of, played
 from manyhands.strategies.tensor.strategy import Tensor
-from manyhands.strategy import (
-    WorkerTraffic,
-    silent,
-)
+from manyhands.strategy import WorkerTraffic, silent
 
 __all__ = ["sent_in_step"]
 

@@ -2,8 +2,8 @@
 
     y = W·x + b + alpha/rank · B·(A·x)        A is (rank, in), drawn; B is (out, rank), zeros at first
 
-Only A, B and the parameters of a head that begins anew require gradients, so nothing else is ever sent, and no
-optimizer keeps a state for it. Adapters are read and written as Hugging Face's peft has them: a directory of
+Only A, B and the parameters of a head that begins anew require gradients: those of no other are exchanged, and no
+optimizer keeps a state for the rest. Adapters are read and written as Hugging Face's peft has them: a directory of
 adapter_config.json and adapter_model.safetensors. Nothing in the files is executed.
 """
 

@@ -37,12 +37,6 @@ class MaskedRows(NamedTuple):
     places: NDArray[np.int64]
     labels: NDArray[np.int64]
 
-    def labels_everywhere(self) -> NDArray[np.int64]:
-        """A label for each token, `IGNORED` where it is no target, as models of transformers take them."""
-        found = np.full_like(self.tokens, IGNORED)
-        np.put_along_axis(found, self.places, self.labels, 1)
-        return found
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Masking:
@@ -51,7 +45,7 @@ class Masking:
     mask_id: int
     """The token that stands for what is masked."""
     vocabulary: int
-    """Ids are 0 to this, without it; an embedding that is padded beyond it has more."""
+    """Ids are below this; an embedding that is padded to a multiple has more rows."""
     special_ids: tuple[int, ...]
     """Neither targets nor replacements."""
     rate: float = 0.15
