@@ -7,9 +7,9 @@ predicted), and then each plan is run for a moment. A prediction is held against
 was seen of the first tasks corrects the predictions of the others, as it does for a user who verifies plans; nothing
 else is fitted. Beside the predictions stands a null model: a step takes the time of `single` divided by the workers.
 
-Each round also chooses, and is judged by the other rounds: by its prediction alone; by the prediction and a trial of
-the best few, as `auto` and `--verify` do; by a trial of every plan, whose regret is the machine's own unrest; and by
-two rules, always `mirrored` and always `single`.
+Each round also chooses under many constraints (`plan_choices.py`), and is judged by the other rounds: by its prediction
+alone; by the prediction and a trial of the best few, as `auto` and `--verify` do; by a trial of every plan, whose
+regret is the machine's own unrest; and by two rules, always `mirrored` and always `single`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 from pathlib import Path
@@ -35,16 +35,13 @@ import torch
 import manyhands as mh
 from manyhands.errors import ManyhandsError, UserError, first_line
 from manyhands.foresight.plan.machine_record import MachineRecord
-from manyhands.foresight.plan.plan_search import PlanRow, worth_trying
+from manyhands.foresight.plan.plan_search import PlanRow
 from manyhands.foresight.plan.planning import PlanRequirements, TaskPlan, plan
 from manyhands.foresight.plan.step_costs import try_steps
 from manyhands.foresight.plan.track_record import SeenStep, cost_class
-from manyhands.strategies.auto.promised import Must
 from manyhands.strategy import Strategy
+from plan_choices import LIKELY, WAYS, choices, regret_of
 from plan_tasks import HELD_OUT, SEEN
-
-LIKELY = 3  # plans that `--verify 3` tries
-WAYS = ("predicted", "tried", "all_tried", "mirrored", "single")  # to choose
 
 
 def say(text: str) -> None:
@@ -84,69 +81,11 @@ def measured(task: mh.Task, workers: int, asked: argparse.Namespace) -> Round:
     return Round(found, seen)
 
 
-def constraints(found: TaskPlan) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What a choice is limited to: the promises, and less memory than one copy of everything takes."""
-    yield "equal", {"must": "equal"}
-    yield "sync", {"must": "sync"}
-    yield "survives=1", {"must": "survives=1"}
-    yield "none", {"must": "none"}
-    yield "equal, several workers", {"must": "equal", "strategies": [
-        str(row.strategy) for row in found.ranked.rows if row.strategy.word != "single"
-    ]}  # fmt: skip
-    whole = found.ranked.of("mirrored", max(row.workers for row in found.ranked.rows)).memory
-    yield "equal, 70 % of the memory", {"must": "equal", "memory": int(0.7 * whole)}
-
-
-def left_by(limits: dict[str, Any], found: TaskPlan) -> list[PlanRow]:
-    """The plans that a constraint leaves, the fastest as predicted first."""
-    texts, memory = limits.get("strategies"), limits.get("memory")
-    left = [
-        row
-        for row in found.ranked.rows
-        if row.seconds is not None
-        and not any(must.lacking(row.strategy, row.workers) for must in Must.parse(limits["must"]))
-        and (texts is None or str(row.strategy) in texts)
-        and (memory is None or row.memory <= memory)
-    ]
-    return sorted(left, key=lambda row: row.seconds or math.inf)
-
-
-def choices(rounds: Sequence[Round], texts: Sequence[str]) -> list[dict[str, Any]]:
-    """Of each constraint and round: what each way of choosing takes by that round, judged by all other rounds."""
-    told = []
-    for number, one in enumerate(rounds):
-        others = [other for other in rounds if other is not one]
-        truth = {text: statistics.median(other.seen[text] for other in others) for text in texts}
-        for name, limits in constraints(one.found):
-            left = [row for row in left_by(limits, one.found) if str(row.strategy) in truth]
-            if len(left) < 2:
-                continue
-            names = [str(row.strategy) for row in left]
-            best = min(names, key=lambda text: truth[text])
-            likely = [str(row.strategy) for row in worth_trying(left, LIKELY)]
-            taken = {
-                "predicted": names[0],
-                "tried": min(likely, key=lambda text: one.seen[text]),
-                "all_tried": min(names, key=lambda text: one.seen[text]),
-                **{rule: rule if rule in names else None for rule in ("mirrored", "single")},
-            }
-            told.append(
-                {"constraint": name, "round": number, "plans": len(left), "best": best, "taken": taken}
-                | {
-                    "regret": {
-                        way: None if text is None else round(truth[text] / truth[best] - 1, 4)
-                        for way, text in taken.items()
-                    }
-                }
-            )
-    return told
-
-
 def case(name: str, task: mh.Task, workers: int, asked: argparse.Namespace) -> dict[str, Any]:
     rounds = [measured(task, workers, asked) for _ in range(asked.rounds)]
     texts = [text for text in rounds[0].seen if all(text in one.seen for one in rounds)]
     told = [row_of(rounds, text) for text in texts]
-    return {"task": name, "workers": workers, "rows": told, "choices": choices(rounds, texts)}
+    return {"task": name, "workers": workers, "rows": told, "choices": choices(told)}
 
 
 def row_of(rounds: Sequence[Round], text: str) -> dict[str, Any]:
@@ -161,7 +100,10 @@ def row_of(rounds: Sequence[Round], text: str) -> dict[str, Any]:
 
     return {
         "strategy": text,
+        "workers": count,
+        "memory": rows[0].memory,
         "predicted_ms": round(1e3 * statistics.median(row.seconds or 0.0 for row in rows), 4),
+        "predicted_rounds_ms": [round(1e3 * (row.seconds or 0.0), 4) for row in rows],
         "uncorrected_ms": round(1e3 * statistics.median(row.uncorrected_s for row in rows), 4),
         "seen_ms": round(1e3 * statistics.median(seen), 4),
         "seen_rounds_ms": [round(1e3 * one, 4) for one in seen],
@@ -196,16 +138,6 @@ def summary(cases: list[dict[str, Any]]) -> dict[str, Any]:
             "worst": found[-1],
         }
 
-    def regrets(way: str) -> dict[str, float]:
-        # Where a rule's strategy is not allowed it has no choice at all: that case counts against it.
-        found = [math.inf if (regret := one["regret"][way]) is None else regret for one in picks]
-        within = statistics.mean(one <= 0.05 for one in found)
-        return {
-            "within_5_percent": within,
-            "within_noise": statistics.mean(one <= max(0.05, noise) for one in found),
-            "worst": max(one for one in found if one < math.inf),
-        }
-
     # A plan beside itself: how far one round is from another one, in the median.
     again = [
         abs(math.log(one / other)) for row in rows for one, other in combinations(row["seen_rounds_ms"], 2)
@@ -217,8 +149,9 @@ def summary(cases: list[dict[str, Any]]) -> dict[str, Any]:
         "null": errors("null_error"),
         "covered": statistics.mean(abs(one["error"]) <= one["said_error"] for one in rows),
         "repeat_noise": round(noise, 4),
+        "cases": sum(len({one["constraint"] for one in found["choices"]}) for found in cases),
         "choices": len(picks),
-        "regret": {way: regrets(way) for way in WAYS},
+        "regret": {way: regret_of(picks, way, noise) for way in WAYS},
     }
 
 
@@ -255,6 +188,8 @@ def main() -> None:
         "--minutes", type=float, default=math.inf, help="tasks that would end later are left out"
     )
     asked = parser.parse_args()
+    if asked.rounds < 2:
+        parser.error("--rounds: a choice of one round is judged by the others; give at least 2")
     names, cases = asked.tasks.split(","), list[dict[str, Any]]()
     if asked.add and asked.json.exists():
         cases = [one for one in json.loads(asked.json.read_text())["cases"] if one["task"] not in names]

@@ -64,9 +64,30 @@ def _sentence(result: dict[str, Any]) -> str:
         f"of a step's time is {_percent(error['median'])}, nine of ten are within {_percent(error['p90'])}; the ± that "
         f"was said held for {_percent(told['covered'])}. The null model, the time of `single` divided by the workers, "
         f"is wrong by {_percent(null['median'])} in the median.{apart}\n\n"
-        f"Choices of one round, under up to six constraints for a task, judged by the other rounds: of "
-        f"{told['choices']}, these are within 5 % of the best plan that was seen: {'; '.join(ways)}.{_noise(told)}"
+        f"Choices of one round, judged by the other rounds, in {_cases(told)}: of {told['choices']}, these are "
+        f"within 5 % of the best plan that was seen: {'; '.join(ways)}.{_noise(told)}{_apart(held_out)}"
     )
+
+
+def _cases(told: dict[str, Any]) -> str:
+    """Older results do not say how many."""
+    return (
+        f"{told['cases']} cases (task, workers, constraint)"
+        if "cases" in told
+        else "up to six cases of each task"
+    )
+
+
+def _apart(held_out: dict[str, Any] | None) -> str:
+    """The choices on tasks that were named before they were measured."""
+    if held_out is None:
+        return ""
+    regret = held_out["regret"]
+    found = [
+        f"{_percent(regret[way]['within_5_percent'])}, the worst {_percent(regret[way]['worst'])}"
+        for way in ("predicted", "tried")
+    ]
+    return f" On those held-out tasks, {_cases(held_out)}: predicted {found[0]}; tried {found[1]}."
 
 
 def _noise(told: dict[str, Any]) -> str:
