@@ -1,6 +1,7 @@
 """Language models at the speed of the hardware: GPT-2 124M and BERT-large on one GPU, ours beside three named loops.
 
-    python benchmarks/language.py --only gpt --turns 3 --steps 30 --json benchmarks/results/language-gpu.json
+    git clone https://github.com/karpathy/nanoGPT
+    python benchmarks/language.py --nanogpt nanoGPT --turns 3 --steps 30 --json benchmarks/results/language-gpu.json
     python benchmarks/language.py --tiny --device cpu --turns 1 --steps 5
 
 The loops (`language_loops.py`) take turns on the same machine, each turn in a process of its own, so that every one
@@ -36,7 +37,8 @@ def measured(work: Work, loop: str, asked: argparse.Namespace) -> dict[str, Any]
     """One turn, in this process."""
     if loop == "trace":
         return traced(work, asked.device)
-    course = LOOPS[loop](work, asked.device, asked.steps)
+    more = {"source": asked.nanogpt} if loop == "usual" else {}
+    course = LOOPS[loop](work, asked.device, asked.steps, **more)
     ends = course.ends
     step_s = (ends[-1] - ends[WARM_UP - 1]) / (len(ends) - WARM_UP)
     with torch.device("meta"):
@@ -58,6 +60,7 @@ def turn(name: str, loop: str, asked: argparse.Namespace, left_s: float) -> dict
     command = [sys.executable, __file__, "--only", name, "--turn", loop, "--steps", str(asked.steps)]
     command += ["--device", asked.device, "--peak", str(asked.peak), *(["--tiny"] if asked.tiny else [])]
     command += ["--micro", str(asked.micro)] if asked.micro else []
+    command += ["--nanogpt", str(asked.nanogpt)] if asked.nanogpt else []
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=left_s, check=False)
     except subprocess.TimeoutExpired:
@@ -113,6 +116,7 @@ def main() -> None:
     )
     parser.add_argument("--loops", default=",".join(LOOPS))
     parser.add_argument("--micro", type=int, help="samples of a micro-batch")
+    parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT, for the loop `usual`")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--peak", type=float, default=PEAK, help="FLOP/s of the device")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which no turn begins")
@@ -151,11 +155,11 @@ def main() -> None:
                 trace = turn(name, "trace", asked, left_s)
         rows = {loop: summary(one) for loop, one in turns.items()}
         show(name, rows, trace)
-        found[name] = {"work": asdict(works[name]), "loops": rows, "trace": trace}
+        found[name] = {"work": asdict(works[name]), "steps": asked.steps, "loops": rows, "trace": trace}
         if asked.json:
             facts = {"torch": torch.__version__, "cores": os.cpu_count(), "python": platform.python_version()}
             gpu = torch.cuda.get_device_name() if asked.device != "cpu" else "cpu"
-            about = {**facts, "device": gpu, "steps": asked.steps, "peak": asked.peak}
+            about = {**facts, "device": gpu, "peak": asked.peak}
             asked.json.write_text(json.dumps({**about, "models": found}, indent=1) + "\n")
 
 

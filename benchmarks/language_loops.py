@@ -3,21 +3,25 @@
 ours      `mh.fit` with strategy=single and `autocast`; what it compiles and fuses on a GPU by itself is not chosen
 plain     a loop by hand with every trick: bfloat16, one compiled program of model and loss, fused AdamW, batches
           prefetched from page-locked memory on a stream of their own, losses read a step late
-usual     nanoGPT's loop as its users run it: the compiled model gives scores and loss, batches at random offsets, a
-          GradScaler that is off, clipping, `.item()` of the loss in every step; AdamW fused
+usual     nanoGPT as its users run it: its own model and optimizer from a checkout of it, and its loop: the compiled
+          model gives scores and loss, batches at random offsets, a GradScaler that is off, clipping, `.item()` of the
+          loss in every step
 trainer   Hugging Face's Trainer over transformers' model of the same sizes, with bf16, torch_compile and fused AdamW
 
-`usual` computes micro-batches of 12, as nanoGPT's configuration for GPT-2 says; the others all the same size.
+`usual` computes micro-batches of 12 and has no biases, as nanoGPT's configuration for GPT-2 says; the others' batches
+are all of the same size, and have biases, as GPT-2 has.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,7 +29,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import manyhands as mh
@@ -113,9 +116,13 @@ def _prefetched(batches: Iterator[Any], device: str) -> Iterator[Any]:
         yield now
 
 
-def usual(work: Work, device: str, steps: int) -> Course:
+def usual(work: Work, device: str, steps: int, source: Path | None = None) -> Course:
     if work.name != "gpt":
         raise Unavailable("nanoGPT trains no BERT")
+    if source is None or not (source / "model.py").is_file():
+        raise Unavailable("--nanogpt names no folder with nanoGPT's model.py")
+    sys.path.insert(0, str(source))
+    nanogpt = importlib.import_module("model")
     torch.manual_seed(SEED)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     size, context = min(12, work.micro), work.context
@@ -131,9 +138,14 @@ def usual(work: Work, device: str, steps: int) -> Course:
             return x, y
         return tuple(one.pin_memory().to(device, non_blocking=True) for one in (x, y))  # type: ignore[return-value]
 
-    raw = work.model().to(device)
-    model = torch.compile(_WithLoss(raw))
-    optimizer = adamw(raw.parameters(), fused=device != "cpu")
+    sizes = nanogpt.GPTConfig(
+        block_size=context, vocab_size=work.vocabulary, n_layer=work.layers, n_head=work.heads,
+        n_embd=work.width, dropout=0.0, bias=False,
+    )  # fmt: skip
+    with redirect_stdout(sys.stderr):
+        raw = nanogpt.GPT(sizes).to(device)
+        optimizer = raw.configure_optimizers(0.1, 1e-4, (0.9, 0.95), torch.device(device).type)
+    model = torch.compile(raw)
     scaler = torch.amp.GradScaler(torch.device(device).type, enabled=False)
     pieces = work.batch // size
     ends, losses = [], []
@@ -154,16 +166,6 @@ def usual(work: Work, device: str, steps: int) -> Course:
         losses.append(loss.item() * pieces)
         ends.append(time.perf_counter() - began)
     return Course(ends=ends, losses=losses)
-
-
-class _WithLoss(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        scores = self.model(x)
-        return scores, F.cross_entropy(scores.view(-1, scores.size(-1)), y.view(-1), ignore_index=-1)
 
 
 def trainer(work: Work, device: str, steps: int) -> Course:
@@ -232,7 +234,7 @@ def _autocast(device: str) -> AbstractContextManager[object]:
 
 
 WARM_UP = 3  # steps that are not counted: they compile
-LOOPS: dict[str, Callable[[Work, str, int], Course]] = {
+LOOPS: dict[str, Callable[..., Course]] = {
     "ours": ours,
     "plain": plain,
     "usual": usual,

@@ -81,7 +81,7 @@ class Work:
 
 WORKS = {
     "gpt": Work(
-        name="gpt", layers=12, width=768, heads=12, context=1024, vocabulary=50304, batch=480, micro=48
+        name="gpt", layers=12, width=768, heads=12, context=1024, vocabulary=50304, batch=480, micro=96
     ),
     "bert": Work(
         name="bert", layers=24, width=1024, heads=16, context=128, vocabulary=30528, batch=1024, micro=256

@@ -82,37 +82,38 @@ def codecs_speed() -> str:
     return f"**{result['cores']} cores, {result['items']:,} items**\n\n{markdown(rows)}"
 
 
+_LOOPS = {
+    "ours": "manyhands",
+    "plain": "a plain compiled loop",
+    "usual": "nanoGPT",
+    "trainer": "HF Trainer",
+}
+
+
 def language_speed() -> str:
-    """GPT-2 on one GPU by ours and by three other loops, and where the GPU's time goes."""
+    """GPT-2 and BERT on one GPU by ours and by other loops, and where the GPU's time goes."""
     result = load("language-gpu")
-    names = {
-        "ours": "manyhands",
-        "plain": "a plain compiled loop",
-        "usual": "nanoGPT's loop",
-        "trainer": "HF Trainer",
-    }
-    found = result["models"]["gpt"]
-    table = [["loop", "tokens/s", "MFU", "memory", "manyhands ÷ it"]]
-    for loop, row in found["loops"].items():
-        ratio = found["loops"]["ours"]["tokens_per_s"] / row["tokens_per_s"]
-        table.append(
-            [
-                names[loop],
-                f"{row['tokens_per_s']:,.0f}",
-                f"{row['mfu']:.1%}",
-                f"{row['peak_memory_gib']:.1f} GiB",
-                f"{ratio:.2f}",
-            ]
-        )
-    work, trace = found["work"], found["trace"]
-    groups = ", ".join(f"{name} {share:.0%}" for name, share in trace["groups"].items() if share >= 0.01)
     about = (
-        f"One {result['device']}, torch {result['torch']}: {work['layers']} layers of width {work['width']}, context "
-        f"{work['context']}, bfloat16, {work['batch'] * work['context']:,} tokens a step, medians of "
-        f"{found['loops']['ours']['turns']} turns of {result['steps']} steps. MFU: 6 FLOP a token for each parameter "
-        f"but the positions, and 12·layers·width·context, of {result['peak'] / 1e12:.0f} TFLOP/s."
+        f"One {result['device']}, torch {result['torch']}, bfloat16. MFU: 6 FLOP a token for each parameter but the "
+        f"positions, and 12·layers·width·context, of {result['peak'] / 1e12:.0f} TFLOP/s."
+    )
+    return "\n\n".join([about, *(_language(name, found) for name, found in result["models"].items())])
+
+
+def _language(name: str, found: dict[str, Any]) -> str:
+    unit, title = ("tokens/s", "GPT-2") if name == "gpt" else ("sequences/s", "BERT-large")
+    loops, work, trace = found["loops"], found["work"], found["trace"]
+    table = [["loop", unit, "MFU", "memory", "manyhands ÷ it"]]
+    for loop, row in loops.items():
+        if "step_s" in row:
+            cells = [_LOOPS[loop], f"{row[unit.replace('/', '_per_')]:,.0f}", f"{row['mfu']:.1%}"]
+            ratio = loops["ours"]["tokens_per_s"] / row["tokens_per_s"]
+            table.append([*cells, f"{row['peak_memory_gib']:.1f} GiB", f"{ratio:.2f}"])
+    groups = ", ".join(f"{group} {share:.0%}" for group, share in trace["groups"].items() if share >= 0.01)
+    turns, steps = loops["ours"]["turns"], found["steps"]
+    about = (
+        f"**{title}**: {work['layers']} layers of width {work['width']}, context {work['context']}, "
+        f"{work['batch'] * work['context']:,} tokens a step; {turns} turn{'s' * (turns > 1)} of {steps} steps each."
     )
     rest = f"The GPU idles {trace['idle']:.1%} of the time; of its work: {groups}."
-    corrected = found["loops"]["plain"].get("corrected", "")
-    note = f"\n\nOf the plain loop: {corrected}" if corrected else ""
-    return f"{about}\n\n{markdown(table)}\n\n{rest}{note}"
+    return f"{about}\n\n{markdown(table)}\n\n{rest}"

@@ -29,6 +29,7 @@ from manyhands.task import Task
 from manyhands.workloads.language.huggingface import CheckpointLayout
 from manyhands.workloads.language.next_token import held_out_text
 from manyhands.workloads.language.presets import BERT_PRESETS, ModelSizes, SizedOptions, require_positions
+from manyhands.workloads.language.residual import residual_stream
 from manyhands.workloads.language.token_data import token_parts
 from manyhands.workloads.task_options import option
 from manyhands.workloads.text.masking import IGNORED, Masking
@@ -277,8 +278,7 @@ class _Embeddings(nn.Module):
         require_positions(tokens.shape[1], self.position_embeddings.num_embeddings)
         x = self.word_embeddings(tokens) + self.token_type_embeddings.weight[0]
         x = x + self.position_embeddings.weight[: tokens.shape[1]]
-        embedded: Tensor = self.dropout(self.LayerNorm(x))
-        return embedded
+        return residual_stream(self.dropout(self.LayerNorm(x)))
 
 
 class BertBlock(nn.Module):
@@ -354,8 +354,7 @@ class _AddedOutput(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        normed: Tensor = self.LayerNorm(self.dropout(self.dense(x)) + residual)
-        return normed
+        return residual_stream(self.LayerNorm(self.dropout(self.dense(x)) + residual))
 
 
 class _Predictions(nn.Module):

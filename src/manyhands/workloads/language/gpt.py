@@ -26,6 +26,7 @@ from manyhands.workloads.language.huggingface import CheckpointLayout
 from manyhands.workloads.language.key_values import CacheStep, LayerCache
 from manyhands.workloads.language.next_token import Perplexity, next_byte_loss, text_task, token_losses
 from manyhands.workloads.language.presets import GPT_PRESETS, ModelSizes, SizedOptions, require_positions
+from manyhands.workloads.language.residual import residual_stream
 from manyhands.workloads.language.token_data import token_parts
 from manyhands.workloads.task_options import option
 from manyhands.workloads.text.packing import TokenWindows
@@ -186,7 +187,7 @@ class _Body(nn.Module):
             for block in self.h:
                 x = block(x)
         else:
-            x = self.wte(tokens) + self.wpe(step.places)
+            x = residual_stream(self.wte(tokens) + self.wpe(step.places))
             for number, block in enumerate(self.h):
                 x = block(x, step.layer(number))
         normed: Tensor = self.ln_f(x)
@@ -195,8 +196,7 @@ class _Body(nn.Module):
 
 def _embedded(x: Tensor, wte: nn.Embedding, wpe: nn.Embedding) -> Tensor:
     require_positions(x.shape[1], wpe.num_embeddings)
-    embedded: Tensor = wte(x) + wpe.weight[: x.shape[1]]
-    return embedded
+    return residual_stream(wte(x) + wpe.weight[: x.shape[1]])
 
 
 class GPTBlock(nn.Module):
