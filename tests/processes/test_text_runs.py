@@ -49,7 +49,7 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def task(folder: Path) -> mh.Task:
     tokens = np.random.default_rng(0).integers(1, VOCABULARY, 50 * LENGTH)
     with ShardWriter(folder / shard_name(0), np.dtype("<u2"), SHA) as writer:
-        writer.add(tokens, np.array([0]))
+        writer.add(tokens, [0])
         header = writer.finish()
     listed = {"tokens": header.tokens, "documents": 1, "sha256": header.body}
     (folder / "tokens.json").write_text(json.dumps({"tokenizer": SHA, "shards": [listed]}))

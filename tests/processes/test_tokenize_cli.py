@@ -100,6 +100,19 @@ def test_a_document_longer_than_a_piece_and_than_a_shard(tmp_path: Path) -> None
     assert found == [*files.tokenizer.library.encode(text).ids, files.tokenizer.end_id]
 
 
+def test_a_document_whose_first_piece_has_no_tokens_starts_with_those_of_the_next(tmp_path: Path) -> None:
+    """BERT's tokenizer drops control characters: here a piece of them, at a shard's beginning and inside of it."""
+    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nthe\nruns\n")
+    silent = "\x01 " * 80_000
+    (tmp_path / "a.txt").write_text("\n".join([silent + "the runs", "runs", silent + "the the", silent]))
+    made = tokenize(tmp_path / "a.txt", "--split", "line", "--tokenizer", tmp_path / "vocab.txt",
+                    "--out", tmp_path / "out")  # fmt: skip
+    assert (made.returncode, made.stderr) == (0, "")
+    files = TokenFiles(tmp_path / "out")
+    found = [files.document(at).tolist() for at in range(files.num_documents)]
+    assert found == [[5, 6], [6], [5, 5]]
+
+
 def test_killed_and_continued(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(text_of(60_000))
     files = [str(tmp_path / "a.txt"), "--split", "line", "--train", "wordpiece", "--vocabulary", "300",

@@ -33,7 +33,7 @@ def folder_of(path: Path, *shards: tuple[list[int], list[int]]) -> TokenFiles:
     listed = []
     for number, (tokens, starts) in enumerate(shards):
         with ShardWriter(path / shard_name(number), np.dtype("<u2"), SHA) as writer:
-            writer.add(np.array(tokens), np.array(starts, np.int64))
+            writer.add(np.array(tokens), starts)
             header = writer.finish()
         listed.append({"tokens": header.tokens, "documents": header.documents, "sha256": header.body})
     (path / "tokens.json").write_text(json.dumps({"tokenizer": SHA, "shards": listed}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -174,8 +175,8 @@ def shard(folder: Path, tokens: list[int], starts: list[int], dtype: str = "<u2"
     path = folder / "shard-00000.tokens"
     with ShardWriter(path, np.dtype(dtype), SHA) as writer:
         half = len(tokens) // 2
-        writer.add(np.array(tokens[:half]), np.array([one for one in starts if one < half], np.int64))
-        writer.add(np.array(tokens[half:]), np.array([one - half for one in starts if one >= half], np.int64))
+        writer.add(np.array(tokens[:half]), [one for one in starts if one < half])
+        writer.add(np.array(tokens[half:]), [one - half for one in starts if one >= half])
         writer.finish()
     return path
 
@@ -209,8 +210,12 @@ def test_a_file_gives_back_what_was_written(dtype: str, largest: int, tmp_path: 
         (lambda raw: raw[:12] + b"\3" + raw[13:], "is damaged: its header announces 7 tokens of 3 bytes"),
         (lambda raw: raw[:16] + b"\xff" * 8 + raw[24:], "is damaged: its header announces"),
         (lambda raw: raw[:32] + b"\0" * 32 + raw[64:], "was made by another tokenizer"),
+        *((lambda raw, starts=starts: raw[:112] + struct.pack("<3q", *starts),
+           r"is damaged: its documents do not start one after another; tokenize again")
+          for starts in ([1, 3, 6], [0, 6, 3], [0, 3, 3], [0, 3, 7], [0, -3, 6])),
+        (lambda raw: raw[:24] + bytes(8) + raw[32:112], "its documents do not start one after another"),
     ],
-)
+)  # fmt: skip
 def test_another_file_is_refused(spoil: object, said: str, tmp_path: Path) -> None:
     path = shard(tmp_path, [1, 2, 3, 4, 5, 6, 7], [0, 3, 6])
     assert path.stat().st_size == 136
@@ -221,7 +226,7 @@ def test_another_file_is_refused(spoil: object, said: str, tmp_path: Path) -> No
 
 def test_a_writer_that_does_not_finish_leaves_nothing(tmp_path: Path) -> None:
     with ShardWriter(tmp_path / "shard-00000.tokens", np.dtype("<u2"), SHA) as writer:
-        writer.add(np.array([1, 2]), np.array([0]))
+        writer.add(np.array([1, 2]), [0])
     assert os.listdir(tmp_path) == []
 
 

@@ -129,11 +129,12 @@ def open_shard(path: Path, tokenizer: str | None = None) -> TokenShard:
     header = read_header(path, tokenizer)
     body = np.memmap(path, np.uint8, mode="r")
     stop = _HEADER.size + header.tokens * header.dtype.itemsize
-    return TokenShard(
-        header=header,
-        tokens=body[_HEADER.size : stop].view(header.dtype),
-        starts=body[header.starts_offset :].view("<i8"),
-    )
+    starts = body[header.starts_offset :].view("<i8")
+    # Every token is in a document, and every document has one.
+    bounds = np.concatenate(([-1], starts, [header.tokens]))
+    if starts[:1].tolist() != [0][: header.tokens] or not (bounds[:-1] < bounds[1:]).all():
+        raise DataError(f"{path} is damaged: its documents do not start one after another; tokenize again")
+    return TokenShard(header=header, tokens=body[_HEADER.size : stop].view(header.dtype), starts=starts)
 
 
 def proven_shard(path: Path, tokenizer: str) -> ShardHeader | None:
@@ -162,9 +163,9 @@ class ShardWriter(Closeable):
         self._file = os.open(self._temporary, flags, 0o666)
         os.lseek(self._file, _HEADER.size, os.SEEK_SET)
 
-    def add(self, tokens: NDArray[Any], starts: NDArray[np.int64]) -> None:
+    def add(self, tokens: NDArray[Any], starts: Sequence[int]) -> None:
         """The next tokens, and which of them begin a document."""
-        self._starts.extend((starts + self.num_tokens).tolist())
+        self._starts.extend(start + self.num_tokens for start in starts)
         self._put(tokens.astype(self._dtype, copy=False).tobytes())
         self.num_tokens += len(tokens)
 

@@ -20,8 +20,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from manyhands.data.store.atomic import make_output, reason, require_empty, write_atomically
 from manyhands.errors import DataError, UserError, format_bytes, num_of
 from manyhands.native.closeable import Closeable
@@ -289,10 +287,17 @@ def _write_shards(
     written: dict[int, ShardHeader] = {}
     for number, chunks in groupby(encoded, lambda one: one[0].shard):
         with ShardWriter(out / shard_name(number), tokenizer.dtype, tokenizer.sha256) as writer:
+            begins = True  # a document that was cut begins again
             for chunk, (counts, tokens) in chunks:
-                begins = np.fromiter((piece.begins for piece in chunk.pieces), np.bool_, len(counts))
-                starts = np.cumsum(counts, dtype=np.int64) - counts
-                begins[0] |= not writer.num_tokens  # a document that was cut begins again
-                writer.add(tokens, starts[begins & (counts > 0)])
+                starts, at = [], 0
+                for piece, count in zip(chunk.pieces, counts.tolist(), strict=True):
+                    begins |= piece.begins
+                    if (
+                        begins and count
+                    ):  # a document starts with its first token, which may be in a later piece
+                        starts.append(at)
+                        begins = False
+                    at += count
+                writer.add(tokens, starts)
             written[number] = writer.finish()
     return written
