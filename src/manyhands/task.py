@@ -23,6 +23,7 @@ from torch.utils.data import IterableDataset, WeightedRandomSampler
 from manyhands.data.batches import BatchSource
 from manyhands.data.own import WorkerData, own_data
 from manyhands.data.reading import Loading, sample_weights
+from manyhands.data.store.rundir import OWN_NAMES
 from manyhands.errors import UserError, named_arguments, nearest, require_parameters
 from manyhands.strategy import Strategy
 
@@ -286,10 +287,12 @@ class Task:
         self._check_scheduler_metric()
         self._check_sparse()
         for name in self.files:
-            if not isinstance(name, str) or Path(name).name != name:
+            if not isinstance(name, str) or Path(name).name != name or name in ("", "..") or "\0" in name:
                 raise UserError(
                     f"files has the name {name!r}; it must be that of one file, without a directory"
                 )
+            if name in OWN_NAMES:
+                raise UserError(f"files has the name {name!r}, which a run uses itself; choose another")
 
     def _check_sparse(self) -> None:
         if not isinstance(self.sparse, Mapping):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,21 @@ def test_fields_are_given_by_name_and_stay() -> None:
 def test_a_mistake_is_named_with_its_value_and_what_is_allowed(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         Task(**good(**changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        *((name, "it must be that of one file, without a directory")
+          for name in ("", ".", "..", "a/b", "/a", "a\0", 3)),
+        *((name, "which a run uses itself; choose another")
+          for name in ("config.json", "summary.json", "metrics.jsonl", "run.lock", "checkpoints", "events")),
+    ],
+)  # fmt: skip
+def test_files_have_names_of_their_own(name: Any, said: str) -> None:
+    assert Task(**good(files={"tokenizer.json": "{}"})).files == {"tokenizer.json": "{}"}
+    with pytest.raises(UserError, match=re.escape(f"files has the name {name!r}") + f"[;,] {said}"):
+        Task(**good(files={name: "text"}))
 
 
 def test_a_task_of_closures_travels_by_cloudpickle() -> None:

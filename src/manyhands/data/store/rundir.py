@@ -53,6 +53,7 @@ from manyhands.native.closeable import Closeable
 __all__ = [
     "IN_PYTHON",
     "ON_COMMAND_LINE",
+    "OWN_NAMES",
     "RunDirectory",
     "RunLock",
     "fingerprint",
@@ -70,6 +71,9 @@ ON_COMMAND_LINE: Final = "add --resume to continue it, or choose another --out"
 
 _CONFIG, _SUMMARY, _METRICS, _LOCK = "config.json", "summary.json", "metrics.jsonl", "run.lock"
 _HANG, _MEMBERS = "hang.txt", "members.jsonl"
+_FOLDERS = ("checkpoints", "events", "federated", "owed", "shards", "tensorboard", "updates")
+_PAGES = ("picture.html", "report.html")
+OWN_NAMES: Final = frozenset({_CONFIG, _SUMMARY, _METRICS, _LOCK, _HANG, _MEMBERS, *_FOLDERS, *_PAGES})
 _FORMAT, _VERSION = "manyhands run", 1
 _HEAD: Final = {"format": _FORMAT, "version": _VERSION}
 # What a `create` that died before the configuration was written may have left: still an empty directory to us.
