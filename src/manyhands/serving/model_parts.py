@@ -171,15 +171,21 @@ def _frame(tensors: Mapping[str, Tensor]) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
+def frame_length(head: bytes | bytearray) -> int:
+    """How many bytes follow the head of a frame; ManyhandsError where it announces more than are allowed."""
+    (length,) = LENGTH.unpack_from(head)
+    if length > MAX_FRAME_BYTES:
+        raise ManyhandsError(f"a frame announces {length} bytes; at most {MAX_FRAME_BYTES} are allowed")
+    return int(length)
+
+
 def received(stream: BinaryIO) -> bytes | None:
     """The next frame; None where the other side is gone."""
     try:
         head = stream.read(LENGTH.size)
         if len(head) < LENGTH.size:
             return None
-        (length,) = LENGTH.unpack(head)
-        if length > MAX_FRAME_BYTES:
-            raise ManyhandsError(f"a frame announces {length} bytes; at most {MAX_FRAME_BYTES} are allowed")
+        length = frame_length(head)
         body = stream.read(length)
     except ConnectionError:  # it was killed before it had read all that was sent
         return None

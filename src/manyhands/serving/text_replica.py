@@ -21,12 +21,12 @@ from typing import Any
 from manyhands.places.local.control import RoleContext
 from manyhands.places.local.packed_job import load
 from manyhands.places.local.status import State
-from manyhands.serving.model_parts import LENGTH, PartedModel
+from manyhands.serving.model_parts import LENGTH, PartedModel, frame_length
 from manyhands.serving.text_generator import TextGenerator, TextPieces
 from manyhands.serving.text_scheduler import TextEvent, TextRefused, TextRequest
 from manyhands.workloads.language.sampling import Sampling
 
-__all__ = ["TextWriter", "text_replica"]
+__all__ = ["TextWriter", "WorkerMessages", "text_replica"]
 
 _READ_BYTES = 1 << 16
 
@@ -45,7 +45,7 @@ def text_replica(context: RoleContext) -> None:
         context.mark(0, State.SERVING)
         connection.sendall(_framed({"ready": os.getpid()}))
         context.send({"ready": True})
-        messages = _Messages(connection)
+        messages = WorkerMessages(connection)
         while (heard := messages.read(wait=writer.is_idle)) is not None:
             answers = [answer for one in heard for answer in writer.take(one, time.monotonic())]
             answers += writer.step(time.monotonic())
@@ -113,7 +113,7 @@ class _OpenText:
     num_tokens: int = 0
 
 
-class _Messages:
+class WorkerMessages:
     """Reads what has come, without waiting for more."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -134,7 +134,7 @@ class _Messages:
     def _whole(self) -> list[dict[str, Any]]:
         found = []
         while len(self._held) >= LENGTH.size:
-            end = LENGTH.size + LENGTH.unpack_from(self._held)[0]
+            end = LENGTH.size + frame_length(self._held)
             if len(self._held) < end:
                 break
             found.append(json.loads(self._held[LENGTH.size : end]))

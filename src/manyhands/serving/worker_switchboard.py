@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from manyhands.errors import ManyhandsError
 from manyhands.observe.analyse.serving_view import ReplicaState, ServingTally
-from manyhands.serving.model_parts import LENGTH, MAX_FRAME_BYTES
+from manyhands.serving.model_parts import LENGTH, frame_length
 
 __all__ = ["ENDING", "WorkerConnection", "WorkerSwitchboard"]
 
@@ -138,7 +139,7 @@ class WorkerSwitchboard(ABC):
             self._ready(worker)
             while True:
                 self._heard(worker, json.loads(await self._frame(reader)))
-        except (asyncio.IncompleteReadError, OSError):  # it is gone; `Replicas` reports why
+        except (asyncio.IncompleteReadError, OSError, ManyhandsError):  # it is gone; `Replicas` reports why
             pass
         finally:
             connection.writer.close()
@@ -147,10 +148,7 @@ class WorkerSwitchboard(ABC):
 
     @staticmethod
     async def _frame(reader: asyncio.StreamReader) -> bytes:
-        (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-        if length > MAX_FRAME_BYTES:
-            raise OSError(f"a frame announces {length} bytes")
-        return await reader.readexactly(length)
+        return await reader.readexactly(frame_length(await reader.readexactly(LENGTH.size)))
 
     def _do(self, actions: Sequence[Any]) -> None:
         for action in actions:
