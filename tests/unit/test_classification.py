@@ -137,6 +137,17 @@ def test_tables_and_json_lines_hold_the_same_rows(tmp_path: Path) -> None:
     packed.write_bytes(gzip.compress("\n".join(lines).encode()))
     again = LabeledTexts(path=packed, text="said", label="who").rows()
     assert [row[:2] for row in again] == [row[:2] for row in rows]
+    for line, said in (
+        ("{", "is not JSON"),
+        ("[]", "is not a JSON object"),
+        (
+            r'{"said": "a", "who": "\ud800"}',
+            "'who' is not text: it has half of a surrogate pair at character 0",
+        ),
+    ):
+        (tmp_path / "bad.jsonl").write_text(f"{lines[0]}\n\n{line}")
+        with pytest.raises(UserError, match=f"line 3:? {said}"):
+            LabeledTexts(path=tmp_path / "bad.jsonl", text="said", label="who").rows()
 
 
 def test_a_run_finds_labels_and_keeps_them(tmp_path: Path) -> None:
@@ -148,8 +159,9 @@ def test_a_run_finds_labels_and_keeps_them(tmp_path: Path) -> None:
     predictor = open_predictor(tmp_path / "run")
     answers = predictor.answers(predictor.inputs(['not or be, "7"', 'thou romeo art, "8"']))
     assert [one["label"] for one in answers] == ["hamlet", "juliet"]
-    with pytest.raises(UserError, match="input 1 has no text; it must be a text"):
-        predictor.inputs(["a", " "])
+    for text, said in ((" ", "has no text; it must be a text"), ("\udfff", "is not text: it has half of a")):
+        with pytest.raises(UserError, match=f"input 1 {said}"):
+            predictor.inputs(["a", text])
 
 
 def test_the_tokenizer_goes_with_the_run_and_to_transformers(tmp_path: Path) -> None:

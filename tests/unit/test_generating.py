@@ -175,7 +175,7 @@ def test_a_seed_fixes_what_is_written() -> None:
         ({"prompt": "a", "top_p": 1.5}, "top_p is 1.5; it must be a number from 0 to 1"),
         ({"prompt": "a", "top_p": 0}, "top_p is 0, which leaves no token"),
         ({"prompt": "a", "seed": -1}, "seed is -1"),
-        ({"prompt": "\ud800"}, "prompt is not valid text"),
+        ({"prompt": "a\ud800"}, "prompt is not text: it has half of a surrogate pair at character 1"),
         ({"prompt": "a" * 13}, "prompt has 13 bytes; the model takes 1 to 12"),
         ({"prompt": ["a"] * 10**6}, r"prompt is \['a', .{1,60}…; it must be text"),
         ({"prompt": "a", "seed": [0] * 10**6}, r"seed is \[0, .{1,60}…; it must be"),

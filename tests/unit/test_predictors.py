@@ -21,13 +21,14 @@ from manyhands.data.file_reader import ImageShape, read_images
 from manyhands.data.store.tensorfile import write_exported
 from manyhands.errors import DataError, UserError
 from manyhands.serving.opening import open_predictor
-from manyhands.serving.torch_predictors import ImagePredictor, NumberPredictor
+from manyhands.serving.torch_predictors import ImagePredictor, MaskFiller, NumberPredictor
 from manyhands.workloads.exporting import export_run
 from manyhands.workloads.gbdt.options import GbdtOptions
 from manyhands.workloads.gbdt.row_sources import ArraySource
 from manyhands.workloads.gbdt.text_format import MODEL_TEXT, write_model
 from manyhands.workloads.gbdt.training import TableChoice, train_gbdt
 from manyhands.workloads.glove.vector_files import Vectors, VectorsPredictor
+from manyhands.workloads.language.bert import BERT
 from manyhands.workloads.language.gpt import GPT
 from manyhands.workloads.language.recurrent import RecurrentNetwork
 from manyhands.workloads.logreg.labels import Labels
@@ -216,6 +217,17 @@ def test_one_long_text_among_many_does_not_take_its_length_for_each_of_them() ->
         finally:
             tracemalloc.stop()
         assert most < 10e6, "1000 times 100,000 letters would be 400 MB"
+
+
+def test_masked_text_is_text_with_a_mask() -> None:
+    filler = MaskFiller(BERT(context=12, layers=1, width=4, heads=1, vocabulary=260))
+    for value, said in (
+        (3, "is 3"),
+        ("a" * 99, "is 'a{59}…"),
+        ("[MASK]\ud800", "is not text: it has half of a"),
+    ):
+        with pytest.raises(UserError, match=f"input 0 {said}"):
+            filler.inputs([value])
 
 
 def test_sparse_lines_are_asked_one_by_one(tmp_path: Path) -> None:

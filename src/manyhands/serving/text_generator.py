@@ -13,15 +13,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from manyhands.errors import ManyhandsError, UserError, nearest, num_of
+from manyhands.errors import ManyhandsError, UserError, nearest, num_of, printable
 from manyhands.serving.decoding import TextEngine, rows_within
 from manyhands.serving.text_coding import BYTES, TextCoding, coding_by, coding_of
 from manyhands.serving.text_scheduler import TextLimits, TextRefused, TextRequest
 from manyhands.workloads.exporting import load, recorded_options
 from manyhands.workloads.language.gpt import GPT, GPT2_LAYOUT
 from manyhands.workloads.language.huggingface import fill, read_config, read_sizes
-from manyhands.workloads.language.sampling import Sampling, require_integer, shortened
+from manyhands.workloads.language.sampling import Sampling, require_integer
 from manyhands.workloads.predictor import ModulePredictor, ReadAs
+from manyhands.workloads.text.json_text import utf8
 from manyhands.workloads.text.tokenizer import TOKENIZER_FILE, read_tokenizer
 
 __all__ = ["MOST_TOKENS", "Prompt", "TextGenerator", "TextPieces", "open_gpt2", "open_text"]
@@ -41,11 +42,10 @@ class Prompt(Sampling):
     def __post_init__(self) -> None:
         Sampling.__post_init__(self)
         if not isinstance(self.prompt, str) or not self.prompt:
-            raise UserError(f"prompt is {shortened(self.prompt)}; it must be text of at least one letter")
-        try:
-            self.prompt.encode()
-        except UnicodeEncodeError as error:
-            raise UserError("prompt is not valid text: it holds half of a surrogate pair") from error
+            raise UserError(
+                f"prompt is {printable(repr(self.prompt), 60)}; it must be text of at least one letter"
+            )
+        utf8(self.prompt, "prompt")
         require_integer("tokens", self.tokens, 1, MOST_TOKENS)
 
 
@@ -110,7 +110,9 @@ class TextGenerator(ModulePredictor[list[Prompt]]):
         """From JSON; UserError says which field is wrong."""
         for name in fields:
             if name not in _FIELDS:
-                raise UserError(f"there is a field {shortened(name)}; {nearest(name[:60], _FIELDS)}")
+                raise UserError(
+                    f"there is a field {printable(repr(name), 60)}; {nearest(name[:60], _FIELDS)}"
+                )
         prompt = Prompt(**{"prompt": "", **fields})
         self.tokens_of(prompt)
         return prompt

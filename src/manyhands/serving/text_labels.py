@@ -17,6 +17,7 @@ from manyhands.workloads.exporting import load
 from manyhands.workloads.language.bert import BERT
 from manyhands.workloads.language.classification import BertClassifier, TextRows
 from manyhands.workloads.predictor import ModulePredictor, ReadAs
+from manyhands.workloads.text.json_text import utf8
 
 __all__ = ["TextLabels", "open_bert"]
 
@@ -45,8 +46,7 @@ class TextLabels(ModulePredictor[list[str]]):
         for number, text in enumerate(values):
             if not isinstance(text, str) or not text.strip():
                 raise UserError(f"input {number} has no text; it must be {self.takes}")
-            if any("\ud800" <= sign <= "\udfff" for sign in text):
-                raise UserError(f"input {number} is not valid text: it holds half of a surrogate pair")
+            utf8(text, f"input {number}")
         return list(values)
 
     def together(self, parts: Sequence[list[str]]) -> list[str]:

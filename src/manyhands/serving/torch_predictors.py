@@ -17,14 +17,14 @@ from torch.utils._pytree import tree_leaves
 
 from manyhands.data.file_reader import IMAGE_FORMATS, ImageShape, read_images
 from manyhands.data.store.atomic import write_atomically
-from manyhands.errors import ManyhandsError, UserError, first_line, num_of
+from manyhands.errors import ManyhandsError, UserError, first_line, num_of, printable
 from manyhands.serving.opening import open_predictor
 from manyhands.serving.text_coding import MASKED_BYTES, MaskedCoding
 from manyhands.workloads.exporting import Export, ExportAsked, load, trained_steps
 from manyhands.workloads.language.bert import BERT
-from manyhands.workloads.language.sampling import shortened
 from manyhands.workloads.predictor import ModulePredictor, Predictor, ReadAs
 from manyhands.workloads.tasks.digits import ImageClassifier
+from manyhands.workloads.text.json_text import utf8
 
 __all__ = [
     "PROGRAM_FILE",
@@ -186,7 +186,8 @@ class MaskFiller(ModulePredictor[list[str]]):
     def inputs(self, values: Sequence[Any]) -> list[str]:
         for number, text in enumerate(values):
             if not isinstance(text, str) or "[MASK]" not in text:
-                raise UserError(f"input {number} is {shortened(text)}; it must be {self.takes}")
+                raise UserError(f"input {number} is {printable(repr(text), 60)}; it must be {self.takes}")
+            utf8(text, f"input {number}")
             if (count := len(self.coding.row(text))) > self.context:
                 has = num_of(count - 2, self.coding.unit)
                 raise UserError(

@@ -16,12 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manyhands.errors import UserError
+from manyhands.errors import UserError, printable
 
-__all__ = ["Sampling", "chosen", "likely", "shortened"]
+__all__ = ["Sampling", "chosen", "likely"]
 
 MOST_TEMPERATURE = 100.0
-_MOST_SHOWN = 60
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,19 +42,16 @@ class Sampling:
         for name, largest in (("temperature", MOST_TEMPERATURE), ("top_p", 1.0)):
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0 <= value <= largest:
-                raise UserError(f"{name} is {shortened(value)}; it must be a number from 0 to {largest:g}")
+                found = printable(repr(value), 60)
+                raise UserError(f"{name} is {found}; it must be a number from 0 to {largest:g}")
         if self.top_p == 0:
             raise UserError("top_p is 0, which leaves no token; give temperature=0 for the likeliest")
 
 
 def require_integer(name: str, value: Any, least: int, most: int) -> None:
     if type(value) is not int or not least <= value <= most:
-        raise UserError(f"{name} is {shortened(value)}; it must be an integer from {least} to {most}")
-
-
-def shortened(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}…"
+        found = printable(repr(value), 60)
+        raise UserError(f"{name} is {found}; it must be an integer from {least} to {most}")
 
 
 def chosen(scores: Tensor, how: Sequence[Sampling], places: Sequence[int]) -> list[int]:

@@ -9,7 +9,6 @@ A document longer than a piece is cut before a space between two words, where to
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from manyhands.data.file_reader import DataFile
-from manyhands.errors import DataError, UserError, format_bytes, nearest, printable
+from manyhands.errors import DataError, UserError, format_bytes, nearest
+from manyhands.workloads.text.json_text import is_json_lines, json_lines, utf8
 
 __all__ = ["PIECE_BYTES", "SPLITS", "Documents", "TextPiece"]
 
@@ -56,35 +56,20 @@ class Documents:
     def __iter__(self) -> Iterator[TextPiece]:
         for path in self.paths:
             with DataFile(path) as file:
-                is_json = _is_json_lines(path)
+                is_json = is_json_lines(path)
                 yield from self._of_json(file) if is_json else _pieces(_parts(file, self.split), str(path))
 
     def _of_json(self, file: DataFile) -> Iterator[TextPiece]:
-        for number, line in enumerate(_lines(file), start=1):
-            if not line.strip():
-                continue
+        for number, value in json_lines(_lines(file), file.path):
             where = f"{file.path}, line {number}"
-            try:
-                value = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{where} is not JSON: {printable(str(error))}") from error
-            found = value.get(self.field) if isinstance(value, dict) else None
+            found = value.get(self.field)
             if found is None:
-                what = f"has no field {self.field!r}" if isinstance(value, dict) else "is not a JSON object"
-                raise DataError(f"{where} {what}; name the field of the text by --field")
+                raise DataError(f"{where} has no field {self.field!r}; name the field of the text by --field")
             for text in found if isinstance(found, list) else [found]:
                 if not isinstance(text, str):
                     raise DataError(f"{where}: {self.field!r} is neither a text nor a list of texts")
-                try:
-                    content = text.encode()
-                except UnicodeEncodeError as error:
-                    half = f"half of a surrogate pair at character {error.start}"
-                    raise DataError(f"{where}: {self.field!r} is not text: it has {half}") from error
+                content = utf8(text, f"{where}: {self.field!r}")
                 yield from _pieces([(content, True)], where)
-
-
-def _is_json_lines(path: Path) -> bool:
-    return path.name.removesuffix(".gz").endswith((".jsonl", ".ndjson"))
 
 
 def _blocks(file: DataFile) -> Iterator[bytes]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 
 from manyhands.data.file_reader import read_text
 from manyhands.errors import DataError, UserError, nearest, printable
+from manyhands.workloads.text.json_text import is_json_lines, json_lines, utf8
 
 __all__ = ["LabeledRow", "LabeledTexts", "labels_of"]
 
@@ -41,7 +41,7 @@ class LabeledTexts:
         """All of them, in order; a DataError names the line, the column and what is wrong."""
         name = self.path.name.removesuffix(".gz")
         content = read_text(self.path)
-        is_json = name.endswith((".jsonl", ".ndjson"))
+        is_json = is_json_lines(self.path)
         found = self._of_json(content) if is_json else self._of_csv(content, tabs=name.endswith(".tsv"))
         rows = [self._row(fields, line) for line, fields in found]
         if not rows:
@@ -75,15 +75,7 @@ class LabeledTexts:
             raise DataError(f"{self.path}, after line {reader.line_num}: {printable(str(error))}") from error
 
     def _of_json(self, content: str) -> Iterator[tuple[int, Mapping[Any, Any]]]:
-        for number, line in enumerate(content.split("\n"), start=1):
-            if not line.strip():
-                continue
-            try:
-                fields = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{self.path}, line {number} is not JSON: {printable(str(error))}") from error
-            if not isinstance(fields, dict):
-                raise DataError(f"{self.path}, line {number} is not a JSON object")
+        for number, fields in json_lines(content.split("\n"), self.path):
             for name in (self.text, self.label):
                 self._require(name, fields, number)
             yield number, fields
@@ -107,10 +99,7 @@ class LabeledTexts:
                 f"{self.path}, line {line}: {self.label!r} has no label; fill it in or remove the row"
             )
         for name, value in ((self.text, text), (self.label, label)):
-            if not value.isascii() and any("\ud800" <= sign <= "\udfff" for sign in value):
-                raise DataError(
-                    f"{self.path}, line {line}: {name!r} is not text: it has half of a surrogate pair"
-                )
+            utf8(value, f"{self.path}, line {line}: {name!r}")
         return LabeledRow(text, label, line)
 
 
