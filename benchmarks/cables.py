@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+import re
 import select
 import shutil
 import socket
@@ -45,10 +46,10 @@ def namespaces_are_permitted() -> bool:
 
 
 @contextmanager
-def two_namespaces(subnet: str, rate: str, bucket: Sequence[str]) -> Iterator[list[str]]:
+def two_namespaces(subnet: str, rate: str | None, bucket: Sequence[str]) -> Iterator[list[str]]:
     """Two namespaces that stand for hosts, `subnet`1 and `subnet`2, by name.
 
-    A token bucket at each end of the cable between them holds it to `rate`, both as `tc` spells them.
+    A token bucket at each end of the cable between them holds it to `rate`, if any, both as `tc` spells them.
     """
     names = [f"manyhands-bench-{end}-{os.getpid()}" for end in range(_ENDS)]
 
@@ -65,9 +66,52 @@ def two_namespaces(subnet: str, rate: str, bucket: Sequence[str]) -> Iterator[li
             ip("-n", name, "address", "add", f"{subnet}{end + 1}/24", "dev", "cable")
             for device in ("cable", "lo"):
                 ip("-n", name, "link", "set", device, "up")
-            shape = ["tc", "qdisc", "add", "dev", "cable", "root", "tbf", "rate", rate, *bucket]
-            subprocess.run([*inside(name), *shape], check=True, timeout=10)
+            _hold(name, "cable", rate, bucket)
         yield names
+
+
+@contextmanager
+def switched_hosts(count: int, subnet: str, rate: str | None, bucket: Sequence[str]) -> Iterator[list[str]]:
+    """So many namespaces on one switch, `subnet`1 and so on; the switch is in the one named last.
+
+    Token buckets hold each cable in both directions, as those of `two_namespaces` do.
+    """
+    own = os.getpid()
+    *names, switch = [f"manyhands-bench-{end}-{own}" for end in (*range(count), "switch")]
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, timeout=20)
+
+    with ending(), ExitStack() as stack:  # a signal leaves no namespace behind
+        for name in (switch, *names):
+            stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False, timeout=20)
+            ip("netns", "add", name)
+        ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        ip("-n", switch, "link", "set", "bridge", "up")
+        for number, name in enumerate(names):
+            port = f"port{number}"
+            ip("link", "add", "cable", "netns", name, "type", "veth", "peer", "name", port, "netns", switch)
+            ip("-n", name, "address", "add", f"{subnet}{number + 1}/24", "dev", "cable")
+            ip("-n", switch, "link", "set", port, "master", "bridge", "up")
+            for device in ("cable", "lo"):
+                ip("-n", name, "link", "set", device, "up")
+            _hold(name, "cable", rate, bucket)
+            _hold(switch, port, rate, bucket)
+        yield [*names, switch]
+
+
+def _hold(name: str, device: str, rate: str | None, bucket: Sequence[str]) -> None:
+    """Let what leaves by a device of that namespace pass no faster than that."""
+    if rate is not None:
+        shape = ["tc", "qdisc", "add", "dev", device, "root", "tbf", "rate", rate, *bucket]
+        subprocess.run([*inside(name), *shape], check=True, timeout=10)
+
+
+def bytes_per_s(rate: str) -> float:
+    found = re.fullmatch(r"(\d+)(k|m|g)bit", rate)
+    if found is None:
+        raise SystemExit(f"--rate {rate}: write it as 100mbit or 1gbit")
+    return int(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]] / 8
 
 
 def places(subnet: str, port: int, rank: int, world: int) -> dict[str, str]:
@@ -189,8 +233,7 @@ def two_regions(subnet: str, rate: str, bucket: Sequence[str], delay_s: float) -
             ip("-n", name, "link", "set", "cable", "mtu", str(_JUMBO), "txqueuelen", "10000")
             for device in ("cable", "lo"):
                 ip("-n", name, "link", "set", device, "up")
-            shape = ["tc", "qdisc", "add", "dev", "cable", "root", "tbf", "rate", rate, *bucket]
-            subprocess.run([*inside(name), *shape], check=True, timeout=10)
+            _hold(name, "cable", rate, bucket)
         with DelayingRelay(taps, delay_s):
             yield names
 

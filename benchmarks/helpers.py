@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import platform
-import re
 import statistics
 import subprocess
 import sys
@@ -28,8 +27,7 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from cables import inside, places, run_ranks
-from manyhands.places.local.signals import ending
+from cables import bytes_per_s, inside, places, run_ranks, switched_hosts
 from manyhands.strategies.allreduce.helpers import helped, segments_for, split_load
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
 from manyhands.strategies.common.collectives.schedule_proof import cost
@@ -46,13 +44,6 @@ SIMULATED_BYTES = 64 << 20
 
 def build() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-
-
-def bytes_per_s(rate: str) -> float:
-    found = re.fullmatch(r"(\d+)(k|m|g)bit", rate)
-    if found is None:
-        raise SystemExit(f"--rate {rate}: write it as 100mbit or 1gbit")
-    return int(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]] / 8
 
 
 def ring_share(workers: int) -> float:
@@ -136,30 +127,9 @@ def work(strategy: str, result: Path) -> None:
 
 @contextmanager
 def hosts(count: int, rate: str) -> Iterator[tuple[list[str], int]]:
-    """So many namespaces on one switch; the last gives a process inside the switch, whose counters all can read."""
-    own = os.getpid()
-    switch, names = f"mh-switch-{own}", [f"mh-host-{number}-{own}" for number in range(count)]
-
-    def run(*words: str) -> None:
-        subprocess.run(words, check=True, timeout=20)
-
-    with ending(), ExitStack() as stack:  # a signal leaves no namespace behind
-        for name in (switch, *names):
-            stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False, timeout=20)
-            run("ip", "netns", "add", name)
-        run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
-        run("ip", "-n", switch, "link", "set", "bridge", "up")
-        shape = ["root", "tbf", "rate", rate, "burst", "64kb", "latency", "200ms"]
-        for number, name in enumerate(names):
-            port = f"port{number}"
-            ends = ["cable", "netns", name, "type", "veth", "peer", "name", port, "netns", switch]
-            run("ip", "link", "add", *ends)
-            run("ip", "-n", name, "address", "add", f"{ADDRESS}{number + 1}/24", "dev", "cable")
-            run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
-            for device in ("cable", "lo"):
-                run("ip", "-n", name, "link", "set", device, "up")
-            run(*inside(name), "tc", "qdisc", "add", "dev", "cable", *shape)
-            run(*inside(switch), "tc", "qdisc", "add", "dev", port, *shape)
+    """So many hosts; the last gives a process inside the switch, whose counters all can read."""
+    bucket = ["burst", "64kb", "latency", "200ms"]
+    with switched_hosts(count, ADDRESS, rate, bucket) as (*names, switch), ExitStack() as stack:
         sleeper = subprocess.Popen([*inside(switch), "sleep", "86400"])
         stack.callback(sleeper.wait)
         stack.callback(sleeper.kill)

@@ -1,8 +1,10 @@
-"""Two hosts with a slow cable between them: `python benchmarks/hosts.py [--rate 1gbit] [--rounds 3]`; needs root.
+"""Steps between hosts: `python benchmarks/hosts.py [--hosts-workers 2x1,2x2,4x1] [--rates 1,10,25]`; needs root.
 
-Two network namespaces stand for hosts, two processes on each, and a token bucket at each end of the cable for its
-speed. The same perceptron is trained by each way in turn: what a step takes, and how many bytes each host puts on
-the cable, beside what the way's formula says.
+Network namespaces stand for hosts, each on cores of its own, behind a cable that token buckets hold to a rate
+(`loopback`: to none). The same perceptron is trained by each way in turn, with as many rows a worker as make computing
+take a quarter of the time that the cable needs for an all-reduce, as much, and three times as much: what a step takes,
+beside the larger of computing (all workers at once, no exchange) and of the bytes on the cable, and beside
+DistributedDataParallel on Gloo. The ways of a cell follow one another in the same processes, some rounds.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,56 +30,72 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
-from cables import inside, on_the_cable, places, run_ranks, two_namespaces
+from cables import bytes_per_s, inside, on_the_cable, places, run_ranks, switched_hosts, two_namespaces
 
 RESULT = Path(__file__).parent / "results" / "hosts.json"
-WIDTH, LAYERS, BATCH, STEPS, WARM = 1024, 4, 32, 14, 4
-WORLD, HOSTS = 4, 2
-RATE, LIMIT_S = 1e-3, 240.0
-ADDRESS = "10.231.79."
-WAYS = {
-    "hierarchical": "allreduce",
-    "ring": "allreduce algorithm=ring",
-    "hierarchical, bf16": "allreduce link=tcp codec=bf16",
-    "central": "central",
-    "ddp gloo": "",
-    "ps sync": "ps",
-}
+WIDTH, LAYERS, WARM, START_S = 512, 16, 3, 15.0
+RATE, SUBNET = 1e-3, "10.231.79."
+ALONE, PEER, OURS = "alone", "ddp gloo", "allreduce"
+BOUNDS = {"communication": 0.25, "balanced": 1.0, "compute": 3.0}
+"""By what a step is bound by: the time to compute, as a multiple of that of an all-reduce on the cable."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one set of processes measures: hosts with workers, and a cable."""
+
+    hosts: int
+    per_host: int
+    rate: str  # in Gbit/s, or "loopback"
+    rows: tuple[int, ...]  # a worker's; none: by `BOUNDS`
+    ways: tuple[str, ...]
+    rounds: int
+    until: float  # of `time.time`: nothing begins after that
+
+    @property
+    def world(self) -> int:
+        return self.hosts * self.per_host
+
+    @property
+    def steps(self) -> int:
+        return WARM + {"1": 8, "10": 25}.get(self.rate, 40)
+
+    @property
+    def shape(self) -> str | None:
+        """The rate as `tc` spells it."""
+        return None if self.rate == "loopback" else f"{self.rate}gbit"
+
+    def cable_s(self, num_bytes: int) -> float:
+        """How long the bytes of an all-reduce take that crosses each host's cable as seldom as possible."""
+        return 2 * (self.hosts - 1) / self.hosts * num_bytes / bytes_per_s(self.shape or "25gbit")
+
+    def formula_bytes(self, way: str, num_bytes: int) -> float | None:
+        """What one host sends in a step, by the way's formula; None where it has none here."""
+        if way in (PEER, ALONE) or way.startswith("ps"):
+            return None
+        if "algorithm=ring" in way:  # one link of the ring leaves each host
+            return 2 * (self.world - 1) / self.world * num_bytes
+        return 2 * (self.hosts - 1) / self.hosts * num_bytes * (0.5 if "bf16" in way else 1)
+
+    def cores(self, rank: int) -> list[int]:
+        """Those of the rank's host: neighbours, so that no two hosts share a core's two threads."""
+        every = sorted(os.sched_getaffinity(0), key=lambda core: (_physical(core), core))
+        host, each = rank // self.per_host, max(1, len(every) // self.hosts)
+        return (every * self.hosts)[host * each : (host + 1) * each]
+
+
+def _physical(core: int) -> int:
+    name = Path(f"/sys/devices/system/cpu/cpu{core}/topology/core_id")
+    return int(name.read_text()) if name.exists() else core
 
 
 def build() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
 
 
-def formula_bytes(way: str, num_bytes: float) -> float | None:
-    """What one host sends to the other in a step, by the way's formula; None where it has none here."""
-    if way.startswith("hierarchical") or way == "central":  # a ring of the two leaders
-        return 2 * (HOSTS - 1) / HOSTS * num_bytes * (0.5 if "bf16" in way else 1)
-    if way == "ring":  # one link of the ring leaves each host
-        return 2 * (WORLD - 1) / WORLD * num_bytes
-    return None
-
-
-def data() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(256, WIDTH, generator=generator)
+def data(batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(2 * batch, WIDTH, generator=torch.Generator().manual_seed(0))
     return x, x.roll(1, 1)
-
-
-def perceptron(before_loss: Callable[[], None]) -> mh.Task:
-    """The task of every way; `before_loss` is called before each gradient."""
-
-    def loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
-        before_loss()
-        return (model(batch[0]) - batch[1]).square().mean()
-
-    return mh.Task(
-        model=build,
-        loss=loss,
-        data=data(),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=RATE),
-        batch_size=BATCH,
-    )
 
 
 class Meter:
@@ -88,110 +107,210 @@ class Meter:
     def read(self) -> None:
         self.readings.append(on_the_cable()[0])
 
-    def bytes_per_step(self) -> float:
+    def bytes_per_step(self, steps: int) -> float:
         # Not the first readings: before the first step, the loss is tried on parts of a batch.
-        counted = self.readings[WARM - STEPS :]
+        counted = self.readings[WARM - steps :]
         return (counted[-1] - counted[0]) / (len(counted) - 1)
 
 
-def train_ours(strategy: str, meter: Meter) -> list[float]:
-    run = mh.fit(
-        perceptron(meter.read), strategy, steps=STEPS, options=mh.Options(insecure=True, progress="none")
+def train_ours(strategy: str, rows: int, job: Job, meter: Meter) -> list[float]:
+    def loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        meter.read()
+        return (model(batch[0]) - batch[1]).square().mean()
+
+    task = mh.Task(
+        model=build,
+        loss=loss,
+        data=data(rows * job.world),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=RATE),
+        batch_size=rows * job.world,
     )
-    at = [row["at_s"] for row in run.history.steps]
+    options = mh.Options(insecure=True, progress="none")
+    at = [row["at_s"] for row in mh.fit(task, strategy, steps=job.steps, options=options).history.steps]
     return [late - early for early, late in pairwise(at)][WARM - 1 :]
 
 
-def train_ddp(meter: Meter) -> list[float]:
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+def train_plainly(
+    rows: int, steps: int, meter: Meter, wrap: Callable[[nn.Module], nn.Module] = lambda model: model
+) -> list[float]:
+    """A loop of torch's own on as many rows."""
     torch.manual_seed(0)
-    model = DistributedDataParallel(build())
+    model = wrap(build())
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    x, y = data()
-    share = BATCH // WORLD
+    x, y = data(rows)
     took = []
-    for step in range(STEPS):
+    for step in range(steps):
         meter.read()
-        begin = time.perf_counter()
-        first = (step * BATCH + rank * share) % (len(x) - share)
+        begin, first = time.perf_counter(), step % 2 * rows
         optimizer.zero_grad()
-        (model(x[first : first + share]) - y[first : first + share]).square().mean().backward()
+        (model(x[first : first + rows]) - y[first : first + rows]).square().mean().backward()
         optimizer.step()
         took.append(time.perf_counter() - begin)
-    dist.destroy_process_group()
     return took[WARM:]
 
 
-def work(way: str, result: Path) -> None:
-    """One of the processes."""
-    torch.set_num_threads(1)
-    meter = Meter()
-    took = train_ours(WAYS[way], meter) if WAYS[way] else train_ddp(meter)
-    if os.environ["RANK"] == str(WORLD - 1):  # a worker in this process under every way
-        result.write_text(json.dumps({"took": took, "sent": meter.bytes_per_step()}))
+def sized_rows(job: Job) -> dict[str, int]:
+    """How many rows a worker has, by what a step is bound by; the same on all ranks."""
+    if job.rows:
+        return {str(rows): rows for rows in job.rows}
+    few, many = 8, 264
+    took = torch.tensor(
+        [statistics.median(train_plainly(rows, WARM + 5, Meter())) for rows in (few, many)],
+        dtype=torch.float64,
+    )
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    each_s = max(1e-9, float(took[1] - took[0]) / (many - few))
+    cable_s = job.cable_s(sum(parameter.nbytes for parameter in build().parameters()))
+    sized: dict[int, str] = {}  # of names that want as few rows as there may be, the first
+    for name, share in BOUNDS.items():
+        sized.setdefault(max(few, few + 8 * round((share * cable_s - float(took[0])) / each_s / 8)), name)
+    return {name: rows for rows, name in sized.items()}
 
 
-def two_hosts(rate: str) -> AbstractContextManager[list[str]]:
+def in_time(until: float) -> bool:
+    """Whether rank 0 says that something may begin; all begin at once."""
+    left = torch.tensor([until - time.time()], dtype=torch.float64)
+    dist.broadcast(left, 0)
+    return float(left) > 0
+
+
+def work(job: Job, port: int, result: Path) -> None:
+    """One of the processes: every way in turn, a line for each."""
+    rank = int(os.environ["RANK"])
+    cores = job.cores(rank)
+    os.sched_setaffinity(0, cores)
+    threads = max(1, len(cores) // job.per_host)
+    torch.set_num_threads(threads)
+    dist.init_process_group("gloo", f"tcp://{SUBNET}1:{port}", rank=rank, world_size=job.world)
+    sized = sized_rows(job)
+    for _ in range(job.rounds):
+        for bound, rows in sized.items():
+            for way in (ALONE, PEER, *job.ways):
+                if not in_time(job.until):
+                    return
+                meter = Meter()
+                if way in (ALONE, PEER):
+                    wrap = DistributedDataParallel if way == PEER else nn.Identity()
+                    took = train_plainly(rows, job.steps, meter, wrap)
+                else:
+                    took = train_ours(way, rows, job, meter)
+                if rank == job.world - 1:  # a worker in this process under every way
+                    line = {"bound": bound, "rows": rows, "way": way, "threads": threads}
+                    line |= {"step_s": statistics.median(took), "sent": meter.bytes_per_step(job.steps)}
+                    with result.open("a") as lines:
+                        lines.write(json.dumps(line) + "\n")
+    dist.destroy_process_group()
+
+
+def the_hosts(job: Job) -> AbstractContextManager[list[str]]:
     """The namespaces that stand for hosts, by name."""
-    return two_namespaces(ADDRESS, rate, ["burst", "256kb", "latency", "100ms"])
+    few = job.rate in ("1", "loopback")
+    bucket = ["burst", "256kb" if few else "512kb", "latency", "100ms"]
+    if job.hosts == 2:
+        return two_namespaces(SUBNET, job.shape, bucket)
+    return switched_hosts(job.hosts, SUBNET, job.shape, bucket)
 
 
-def measure(way: str, names: list[str], port: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "took"
-        own = [sys.executable, __file__, "--work", way, str(result)]
-        commands = [[*inside(names[rank * HOSTS // WORLD]), *own] for rank in range(WORLD)]
-        run_ranks(commands, [places(ADDRESS, port, rank, WORLD) for rank in range(WORLD)], LIMIT_S)
-        measured = json.loads(result.read_text())
-    return {"step_s": statistics.median(measured["took"]), "sent": measured["sent"]}
-
-
-def main() -> None:
-    """Measure every way in turn, print a table and keep it."""
-    reader = argparse.ArgumentParser(description=__doc__)
-    reader.add_argument("--rate", default="1gbit")
-    reader.add_argument("--rounds", type=int, default=3)
-    reader.add_argument("--json", type=Path, default=RESULT)
-    reader.add_argument("--work", nargs=2, metavar=("WAY", "FILE"), help=argparse.SUPPRESS)
-    asked = reader.parse_args()
-    if asked.work:
-        work(asked.work[0], Path(asked.work[1]))
-        return
+def measured(job: Job, port: int) -> Iterator[dict[str, Any]]:
+    """The cells of a job, as far as there was time."""
     num_bytes = sum(parameter.nbytes for parameter in build().parameters())
-    rounds: dict[str, list[Mapping[str, Any]]] = {way: [] for way in WAYS}
-    with two_hosts(asked.rate) as names:
-        for number in range(asked.rounds):
-            for index, way in enumerate(WAYS):
-                rounds[way].append(measure(way, names, 29500 + number * len(WAYS) + index))
-    result = {
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "rate": asked.rate,
-        "hosts": HOSTS,
-        "workers": WORLD,
+    with the_hosts(job) as names, tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "lines"
+        own = [sys.executable, sys.argv[0], "--work", json.dumps(asdict(job)), str(port + 1), str(result)]
+        commands = [[*inside(names[rank // job.per_host]), *own] for rank in range(job.world)]
+        environments = [places(SUBNET, port, rank, job.world) for rank in range(job.world)]
+        try:
+            run_ranks(commands, environments, max(START_S, job.until - time.time()) + START_S)
+        except SystemExit as error:
+            print(f"{job.hosts}x{job.per_host} at {job.rate}: {error}", flush=True)
+        text = result.read_text() if result.exists() else ""
+    lines = [json.loads(line) for line in text.splitlines()]
+    for bound in dict.fromkeys(line["bound"] for line in lines):
+        found = [line for line in lines if line["bound"] == bound]
+        step_s: dict[str, list[float]] = {}
+        for line in found:
+            step_s.setdefault(line["way"], []).append(line["step_s"])
+        if set(step_s) == {ALONE, PEER, *job.ways}:
+            yield cell(job, found, step_s, num_bytes)
+
+
+def cell(
+    job: Job, lines: list[dict[str, Any]], step_s: dict[str, list[float]], num_bytes: int
+) -> dict[str, Any]:
+    median = {way: statistics.median(times) for way, times in step_s.items()}
+    shaped = job.shape is not None
+    bound_s = max(median[ALONE], job.cable_s(num_bytes)) if shaped else median[ALONE]
+    return {
+        "hosts": job.hosts,
+        "per_host": job.per_host,
+        "rate": job.rate,
+        "bound": lines[0]["bound"],
+        "rows": lines[0]["rows"],
+        "threads": lines[0]["threads"],
         "gradient_bytes": num_bytes,
-        "steps": STEPS - WARM,
-        "rounds": asked.rounds,
+        "cable_s": job.cable_s(num_bytes) if shaped else None,
+        "over_bound": median[job.ways[0]] / bound_s,
+        "peer_over_ours": median[PEER] / median[job.ways[0]],
         "ways": [
             {
                 "way": way,
-                "strategy": WAYS[way],
-                "step_s": statistics.median(one["step_s"] for one in measured),
-                "sent_bytes": statistics.median(one["sent"] for one in measured),
-                "formula_bytes": formula_bytes(way, num_bytes),
-                "step_s_rounds": [one["step_s"] for one in measured],
+                "step_s": median[way],
+                "sent_bytes": statistics.median(line["sent"] for line in lines if line["way"] == way),
+                "formula_bytes": job.formula_bytes(way, num_bytes),
+                "step_s_rounds": step_s[way],
             }
-            for way, measured in rounds.items()
+            for way in median
         ],
     }
-    asked.json.write_text(json.dumps(result, indent=1) + "\n")
-    for row in result["ways"]:
-        by = f"{row['formula_bytes'] / 1e6:8.2f}" if row["formula_bytes"] else "       –"
+
+
+def show(row: dict[str, Any]) -> None:
+    cable = f"{row['cable_s'] * 1e3:6.1f} ms" if row["cable_s"] else "     –   "
+    print(
+        f"{row['hosts']}x{row['per_host']} {row['rate']:>8s} {row['bound']:13s} {row['rows']:5d} rows, cable {cable}, "
+        f"ours ÷ bound {row['over_bound']:5.2f}, DDP ÷ ours {row['peer_over_ours']:5.2f}"
+    )
+    for one in row["ways"]:
+        by = f"{one['formula_bytes'] / 1e6:8.2f}" if one["formula_bytes"] else "       –"
         print(
-            f"{row['way']:20s} {row['step_s'] * 1e3:8.1f} ms  {row['sent_bytes'] / 1e6:8.2f} MB sent  {by} by formula"
+            f"    {one['way']:36s} {one['step_s'] * 1e3:8.1f} ms  {one['sent_bytes'] / 1e6:8.2f} MB sent {by}"
         )
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Measure the cells, print them and keep them; the slowest cables last, with the time that the others left."""
+    reader = argparse.ArgumentParser(description=__doc__)
+    reader.add_argument("--hosts-workers", default="2x1,2x2,4x1", help="hosts x workers of each")
+    reader.add_argument("--rates", default="1,10,25,loopback", help="in Gbit/s, or loopback: not shaped")
+    reader.add_argument("--rows", default="", help="a worker's, instead of those by what a step is bound by")
+    reader.add_argument("--ways", default=OURS, help="strategies, separated by ; the first is compared")
+    reader.add_argument("--rounds", type=int, default=2)
+    reader.add_argument("--minutes", type=float, default=8.0, help="nothing begins after that")
+    reader.add_argument("--json", type=Path, default=RESULT)
+    reader.add_argument("--work", nargs=3, metavar=("JOB", "PORT", "FILE"), help=argparse.SUPPRESS)
+    asked = reader.parse_args()
+    if asked.work:
+        work(Job(**json.loads(asked.work[0])), int(asked.work[1]), Path(asked.work[2]))
+        return
+    end = time.time() + 60 * asked.minutes
+    rows = tuple(map(int, filter(None, asked.rows.split(","))))
+    ways = tuple(way.strip() for way in asked.ways.split(";"))
+    jobs = [
+        Job(*map(int, shape.split("x")), rate, rows, ways, asked.rounds, end)
+        for rate in reversed(asked.rates.split(","))
+        for shape in asked.hosts_workers.split(",")
+    ]
+    cells: list[dict[str, Any]] = []
+    result = {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version()}
+    result |= {"torch": torch.__version__, "rounds": asked.rounds, "load_before": os.getloadavg()[0]}
+    for number, job in enumerate(jobs):
+        left = max(0.0, end - time.time() - START_S)
+        limited = replace(job, until=time.time() + START_S + left / (len(jobs) - number))
+        for row in measured(limited, 29500 + 8 * number):
+            cells.append(row)
+            show(row)
+            asked.json.write_text(json.dumps({**result, "cells": cells}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -59,27 +59,59 @@ def _change(ends: list[dict[str, Any]], what: str) -> str:
 
 
 def hosts_speed() -> str:
-    """A step over a slow cable by each way, and what each host sends in it, beside the formula."""
-    result = load("hosts")
-    table = [["way", "a step", "× DDP on Gloo", "a host sends", "by formula"]]
-    ways = {row["way"]: row for row in result["ways"]}
-    peer = ways["ddp gloo"]["step_s"]
-    for way, row in ways.items():
-        name = f"`{row['strategy']}`: {way}" if row["strategy"] else "DDP on Gloo"
-        by = f"{row['formula_bytes'] / 1e6:.2f} MB" if row["formula_bytes"] else "–"
+    """A step between hosts beside its bound and DDP on Gloo, by machine; and the bytes of each way, by formula."""
+    names = [name for name in ("hosts", "hosts-16core") if (RESULTS / f"{name}.json").exists()]
+    return "\n\n".join([*(_steps_table(load(name)) for name in names), _ways_table(load("hosts-ways"))])
+
+
+def _steps_table(result: dict[str, Any]) -> str:
+    table = [
+        ["hosts × workers, cable", "bound by", "computing", "bytes ÷ rate", "a step", "÷ bound", "DDP ÷ ours"]
+    ]
+    for row in result["cells"]:
+        ways = {one["way"]: one["step_s"] for one in row["ways"]}
+        shaped = row["cable_s"] is not None
+        cable = f"{row['rate']} Gbit/s" if shaped else "not held to a rate"
         table.append(
             [
-                name,
-                f"{row['step_s'] * 1e3:.0f} ms",
-                f"{peer / row['step_s']:.2f}",
-                f"{row['sent_bytes'] / 1e6:.2f} MB",
+                f"{row['hosts']} × {row['per_host']}, {cable}",
+                f"{row['bound']}: {row['rows']} rows",
+                _milliseconds(ways["alone"]),
+                _milliseconds(row["cable_s"]) if shaped else "–",
+                _milliseconds(ways["allreduce"]),
+                f"{row['over_bound']:.2f}",
+                f"{row['peer_over_ours']:.2f}",
+            ]
+        )
+    about = (
+        f"`allreduce` on {result['cores']} cores, {result['cells'][0]['gradient_bytes'] / 1e6:.1f} MB of gradients of "
+        f"16 layers, medians of {result['rounds']} rounds, load {result['load_before']:.1f} when it began."
+    )
+    return f"{about}\n\n{markdown(table)}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"
+
+
+def _ways_table(result: dict[str, Any]) -> str:
+    row = result["cells"][0]
+    ways = {one["way"]: one for one in row["ways"] if one["way"] != "alone"}
+    table = [["way", "a step", "× DDP on Gloo", "a host sends", "by formula"]]
+    for way, one in ways.items():
+        by = f"{one['formula_bytes'] / 1e6:.2f} MB" if one["formula_bytes"] else "–"
+        table.append(
+            [
+                "DDP on Gloo" if way == "ddp gloo" else f"`{way}`",
+                _milliseconds(one["step_s"]),
+                f"{ways['ddp gloo']['step_s'] / one['step_s']:.2f}",
+                f"{one['sent_bytes'] / 1e6:.2f} MB",
                 by,
             ]
         )
     about = (
-        f"{result['hosts']} hosts (network namespaces) with {result['workers']} processes (all workers; under `ps` the "
-        f"first is the server) on {result['cores']} cores, a "
-        f"cable of {result['rate']}, {result['gradient_bytes'] / 1e6:.1f} MB of gradients, medians of "
+        f"Bytes on the cable of {row['hosts']} hosts with {row['per_host']} processes each (all workers; under `ps` "
+        f"the first is the server), {row['rate']} Gbit/s, {row['rows']} rows, {result['cores']} cores, medians of "
         f"{result['rounds']} rounds."
     )
     return f"{about}\n\n{markdown(table)}"
