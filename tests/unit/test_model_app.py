@@ -5,25 +5,20 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-import math
 import random
 import socket
-import time
 from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 
 from manyhands.errors import UserError
 from manyhands.observe.analyse.serving_view import (
-    Answered,
     ReplicaState,
     ServingTally,
     ServingView,
-    percentile,
 )
 from manyhands.observe.draw.serving_page import (
     serving_metrics,
@@ -31,19 +26,12 @@ from manyhands.observe.draw.serving_page import (
     serving_sections,
     serving_title,
 )
-from manyhands.serving import model_server
 from manyhands.serving.batching import BatchLimits, Switchboard
 from manyhands.serving.hosting import Listening
+from manyhands.serving.model_app import BodyLimits, ModelApp, checked_body
 from manyhands.serving.model_parts import LENGTH
 from manyhands.serving.model_replica import answer_batch, answers_frame
-from manyhands.serving.model_server import (
-    BodyLimits,
-    ModelApp,
-    Replicas,
-    ServeOptions,
-    Staffing,
-    checked_body,
-)
+from manyhands.serving.model_server import ServeOptions
 from manyhands.serving.page_app import Drawn, Guard, PageApp, RequestRefused
 from manyhands.serving.routes import MODEL_ROUTES, PAGE_ROUTES, openapi
 from manyhands.wire.nesting import MOST_NESTED, json_depth
@@ -467,74 +455,6 @@ def test_who_has_come_before_the_end_is_answered() -> None:
     asyncio.run(ask_and_end())
 
 
-def test_workers_are_replaced_unless_none_ever_answers() -> None:
-    staffing = Staffing()
-    assert [staffing.replaces(worker) for worker in (1, 2, 3)] == [True, True, False]
-    staffing = Staffing()
-    for worker in range(50):
-        staffing.ready(worker)
-        assert staffing.replaces(worker)
-    assert [staffing.replaces(worker) for worker in (60, 61)] == [True, True]
-    staffing.ready(62)
-    assert [staffing.replaces(worker) for worker in (62, 63, 64)] == [True, True, True]
-
-
-def test_ctrl_c_while_the_first_worker_loads_takes_the_workers_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(self: Replicas) -> None:
-        while self._wanted.is_set():
-            time.sleep(0.001)
-        self.ended.set()
-
-    def interrupted(_timeout_s: float) -> bool:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Replicas, "_run", run)
-    monkeypatch.setattr(model_server, "warm", lambda: None)
-    started = Replicas(None, 1, lambda *_: None, lambda *_: None)  # type: ignore[arg-type]
-    monkeypatch.setattr(started._answers, "wait", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        started.start()
-    over = started.ended.is_set()
-    started.stop()
-    assert over
-
-
-@pytest.mark.parametrize("count", [1, 2, 7, 100, 999])
-def test_percentiles_are_numpys(count: int) -> None:
-    numbers = sorted(np.random.default_rng(count).random(count).tolist())
-    for percent in (50, 95, 99):
-        expected = np.percentile(numbers, percent, method="inverted_cdf")
-        assert percentile(numbers, percent) == expected
-    assert math.isnan(percentile([], 50))
-
-
-def test_rates_are_those_of_the_last_seconds() -> None:
-    tally = ServingTally(100.0)
-    for number in range(40):
-        tally.answered(Answered(100 + number / 4, 0.001 * number, 200 if number % 4 else 503, 2))
-    tally.batch(8)
-    tally.batch(4)
-    figures = tally.figures(110.0)
-    assert figures["requests_per_s"] == pytest.approx(4.0)
-    assert figures["inputs_per_s"] == pytest.approx(6.0)
-    assert figures["batch_mean"] == 6
-    assert figures["lately"] == ((200, 30), (503, 10))
-    assert tally.figures(167.6)["lately"] == ((200, 7), (503, 2)), "those before 107.6 s are forgotten"
-    assert figures["curve"] == tuple((float(second), 4.0) for second in range(10))
-    assert figures["p50_ms"] == pytest.approx(sorted(number for number in range(40) if number % 4)[14])
-
-
-def test_seconds_without_requests_are_forgotten_as_all_others() -> None:
-    tally = ServingTally(0.0)
-    for second in range(0, 7000, 7):
-        tally.answered(Answered(second + 0.5, 0.001, 200, 1))
-    assert len(tally._seconds) <= 300 // 7 + 2
-    curve = tally.figures(6994.9)["curve"]
-    assert isinstance(curve, tuple)
-    assert len(curve) == 300
-    assert sum(count for _, count in curve) == len(range(6699, 6994, 7))
-
-
 class Balanced(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
@@ -564,8 +484,3 @@ def test_the_page_says_what_is_wrong_and_shows_nothing_as_code() -> None:
     assert "Every request of the last minute was answered" in figures(wanted=1)
     assert "3 × 400" in figures(by_status=((400, 3),))
     assert serving_report(view()).startswith("<!DOCTYPE html>")
-
-
-def test_workers_must_be_some() -> None:
-    with pytest.raises(UserError, match="workers=0"):
-        ServeOptions(workers=0)
