@@ -2,9 +2,8 @@
 
 A worker has only some of the model's layers, and the task's `loss` and metrics see a stand-in for it. The first stage
 calls `loss(model, batch)` with a stand-in that captures the input and ends the call there, and so does any other stage
-whose modules take inputs by name. The last stage calls it with
-a stand-in that returns the output, whatever its input, so that the loss continues from it. What the loss does before it
-calls the model is done on both stages.
+whose modules take inputs by name. The last stage calls it with a stand-in that returns the output, whatever its input,
+so that the loss continues from it. What the loss does before it calls the model is done on all these stages.
 """
 
 from __future__ import annotations
