@@ -1,12 +1,13 @@
 """Texts of 16 clients at once: ours beside transformers' `generate`, on the same machine, weights and prompts.
 
     python benchmarks/generating.py --json benchmarks/results/generating-2.json
-    python benchmarks/generating.py --device cuda --models gpt2 --rounds 2 --json benchmarks/results/generating-gpu.json
+    python benchmarks/generating.py --device cuda --models gpt2 --longer 8 --json benchmarks/results/generating-gpu.json
 
 `served` is `manyhands serve` with one worker, asked over HTTP by 16 threads; `engine` is the same without HTTP, in this
-process, on any device; `batch` is one call of `generate` with 16 rows, padded at the left, until the longest text is
+process; `batch` is one call of `generate` with 16 rows, padded at the left, until the longest text is
 complete; `one by one` is a call for each of the first `--alone` texts. In `uneven`, prompts and texts have different
-lengths. Tokens that nobody asked for do not count. All are greedy, in single precision, and take turns.
+lengths. Tokens that nobody asked for do not count. All are greedy, and take turns; on a GPU all compute in bfloat16,
+where rounding decides some tokens, elsewhere in single precision.
 """
 
 from __future__ import annotations
@@ -51,20 +52,20 @@ class Asked:
         return " ".join(map(str, self.prompt))
 
 
-def asked_for(case: str, vocabulary: int) -> list[Asked]:
+def asked_for(case: str, vocabulary: int, longer: int) -> list[Asked]:
     drawn = torch.Generator().manual_seed(1)
     lengths = [12] * CLIENTS if case == "even" else list(range(2, 2 + CLIENTS))
     tokens = (
         [24] * CLIENTS if case == "even" else [3 + 43 * (7 * number % 16) // 15 for number in range(CLIENTS)]
     )
     return [
-        Asked(torch.randint(0, vocabulary, (length,), generator=drawn).tolist(), count)
+        Asked(torch.randint(0, vocabulary, (length,), generator=drawn).tolist(), count * longer)
         for length, count in zip(lengths, tokens, strict=True)
     ]
 
 
-def models(preset: str, device: str) -> tuple[GPT, Any]:
-    """Ours and theirs, with the same weights: random, wide enough that rounding decides no token."""
+def models(preset: str) -> tuple[GPT, Any]:
+    """Ours and theirs, on the CPU, with the same weights: random, wide enough that rounding decides no token."""
     sizes = asdict(GPT_PRESETS[preset])
     torch.manual_seed(0)
     ours = GPT(**sizes)
@@ -77,10 +78,10 @@ def models(preset: str, device: str) -> tuple[GPT, Any]:
     )
     weights = {name: ours.layout.as_written(name, value) for name, value in ours.state_dict().items()}
     theirs.load_state_dict(weights)
-    return ours.to(device).eval(), theirs.to(device).eval()
+    return ours.eval(), theirs.eval()
 
 
-def generator_of(model: GPT) -> TextGenerator:
+def generator_of(model: GPT, device: str) -> TextGenerator:
     """Its texts are numbers of tokens, so that random prompts need no tokenizer."""
     coding = TextCoding(
         encode=lambda text: [int(one) for one in text.split()],
@@ -90,7 +91,7 @@ def generator_of(model: GPT) -> TextGenerator:
     )
     made = TextGenerator(model, model.sizes.context, coding)
     made.warm = lambda: None  # type: ignore[method-assign] # its prompt is a letter
-    made.task = "gpt"
+    made.task, made.device, made.precision = "gpt", device, "fp32" if device == "cpu" else "bf16"
     return made
 
 
@@ -133,31 +134,31 @@ def by_transformers(model: Any, asked: Sequence[Asked], device: str) -> Texts:
 
 
 def measured(preset: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    ours, theirs = models(preset, args.device)
+    ours, theirs = models(preset)
     with ExitStack() as stack:
-        generator = generator_of(ours)
+        generator = generator_of(ours, args.device)
+        options = ServeOptions(workers=1, batches=BatchLimits(batch=CLIENTS, deadline_s=200.0))
+        server = stack.enter_context(ModelServer(generator, preset, options))  # takes a copy
+        clients = stack.enter_context(ThreadPoolExecutor(CLIENTS))
+        generator.prepare()
+        if args.device != "cpu":
+            theirs = theirs.to(args.device, torch.bfloat16)
         contenders: dict[str, Callable[[Sequence[Asked]], Texts]] = {
             "engine": lambda asked: by_engine(generator, asked),
             "batch": lambda asked: by_transformers(theirs, asked, args.device),
             "one by one": lambda asked: [
                 text for one in asked[: args.alone] for text in by_transformers(theirs, [one], args.device)
             ],
+            "served": lambda asked: by_server(server, clients, asked),
         }
-        if args.device == "cpu":
-            options = ServeOptions(workers=1, batches=BatchLimits(batch=CLIENTS, deadline_s=200.0))
-            server = stack.enter_context(ModelServer(generator, preset, options))
-            clients = stack.enter_context(ThreadPoolExecutor(CLIENTS))
-            contenders["served"] = lambda asked: by_server(server, clients, asked)
         for run in contenders.values():  # warm
-            run([Asked([1, 2, 3], 2)] * 2)
+            run([Asked([1, 2, 3], 2)] * CLIENTS)
         for case in ("even", "uneven"):
-            asked = asked_for(case, ours.sizes.vocabulary)
+            asked = asked_for(case, ours.sizes.vocabulary, args.longer)
             rates: dict[str, list[float]] = {name: [] for name in contenders}
             texts: dict[str, Texts] = {}
             for _ in range(args.rounds):
                 for name, run in contenders.items():
-                    if args.device != "cpu":
-                        torch.cuda.synchronize()
                     begun = time.perf_counter()
                     texts[name] = run(asked)
                     rates[name].append(sum(map(len, texts[name])) / (time.perf_counter() - begun))
@@ -179,11 +180,10 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--models", default="tiny,gpt2")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--longer", type=int, default=1, help="times as many tokens in each text")
     parser.add_argument("--alone", type=int, default=2)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    if args.device != "cpu":  # in full single precision on both sides
-        torch.backends.cuda.matmul.allow_tf32 = False
     rows = []
     for preset in args.models.split(","):
         for row in measured(preset, args):
@@ -194,6 +194,7 @@ def main() -> None:
         "cores": len(os.sched_getaffinity(0)),
         "machine": platform.machine() if args.device == "cpu" else torch.cuda.get_device_name(),
         "device": args.device,
+        "precision": "fp32" if args.device == "cpu" else "bf16",
         "clients": CLIENTS,
         "alone": args.alone,
         "torch": torch.__version__,

@@ -14,10 +14,11 @@ import manyhands as mh
 from manyhands.cli.main import app
 from manyhands.cli.use_commands import generate_command, predict_command
 from manyhands.errors import UserError
+from manyhands.serving.decoding import CachedDecoder, RecomputingDecoder
 from manyhands.serving.opening import open_predictor
 from manyhands.serving.text_coding import BYTES, TextCoding, coding_by
 from manyhands.serving.text_generator import Prompt, TextGenerator, TextPieces
-from manyhands.serving.text_scheduler import TextLimits, TokenWritten
+from manyhands.serving.text_scheduler import TextLimits, TokensOfRow, TokenWritten
 from manyhands.workloads.language.gpt import GPT
 from manyhands.workloads.language.huggingface import write_checkpoint
 from manyhands.workloads.language.recurrent import RecurrentNetwork
@@ -135,19 +136,65 @@ def test_the_likely_tokens_are_those_of_transformers(how: dict[str, Any]) -> Non
         expected = processes.TopKLogitsWarper(how["top_k"])(None, expected)
     if how.get("top_p", 1.0) < 1:
         expected = processes.TopPLogitsWarper(how["top_p"])(None, expected)
-    found = torch.stack([likely(row, Sampling(**how)) for row in scores])
+    found = likely(scores, [Sampling(**how)] * len(scores))
     torch.testing.assert_close(found, expected.softmax(-1), rtol=1e-12, atol=1e-15)
 
 
 def test_tokens_are_drawn_as_often_as_is_likely() -> None:
     scores = torch.tensor([0.0, 1.0, 2.0, -1.0])
     for how in (Sampling(temperature=0.5), Sampling(temperature=3.0), Sampling(temperature=1.0, top_k=2)):
-        drawn = [chosen(scores[None], [how], [place])[0] for place in range(3000)]
-        expected = likely(scores, how)
+        drawn = chosen(scores.expand(3000, -1), [how] * 3000, range(3000)).tolist()
+        (expected,) = likely(scores[None], [how])
         counted = torch.tensor([drawn.count(token) / len(drawn) for token in range(4)])
         spread = (expected * (1 - expected) / len(drawn)).sqrt()
         assert ((counted - expected).abs() <= 4 * spread).all()
-    assert chosen(scores[None], [Sampling(temperature=1e-300)], [0]) == [2]
+    assert chosen(scores[None], [Sampling(temperature=1e-300)], [0]).tolist() == [2]
+
+
+def test_what_is_chosen_for_a_row_does_not_depend_on_the_others() -> None:
+    scores = torch.randn(7, 50, generator=torch.Generator().manual_seed(3)) * 2
+    how = [
+        Sampling(),
+        Sampling(temperature=1.0, seed=4),
+        Sampling(temperature=0.8, top_k=3),
+        Sampling(temperature=1.5, top_p=0.4),
+        Sampling(temperature=0.7, top_k=900, top_p=0.9, seed=1),
+        Sampling(temperature=2.0, top_k=20),
+        Sampling(top_k=2),
+    ]
+    alone = [likely(row[None], [one])[0] for row, one in zip(scores, how, strict=True)]
+    assert torch.equal(likely(scores, how), torch.stack(alone))
+    for place in range(50):
+        together = chosen(scores, how, [place] * len(how)).tolist()
+        singly = [chosen(row[None], [one], [place]).item() for row, one in zip(scores, how, strict=True)]
+        assert together == singly
+
+
+@pytest.mark.parametrize("name", ["gpt", "recurrent"])
+@torch.inference_mode()
+def test_a_step_on_a_device_never_waits_and_stays_there(name: str) -> None:
+    """On `meta`, whose tensors have no numbers: torch refuses to read one, and to compute with those of the CPU."""
+    made = model(name).to("meta")
+    decoder = CachedDecoder(made, 4) if isinstance(made, GPT) else RecomputingDecoder(made)
+    scores = decoder.start([TokensOfRow(0, [1, 2, 3], 0), TokensOfRow(1, [4], 0)])
+    decoder.move(1, 0, 1)
+    more = decoder.extend([TokensOfRow(1, [7], 1), TokensOfRow(0, [5], 3)])
+    how = [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=3, top_p=0.5)]
+    tokens = chosen(torch.cat([scores, more])[:3], how, [0, 1, 2])
+    assert tokens.is_meta
+    with pytest.raises(NotImplementedError):
+        tokens.tolist()
+
+
+def test_bf16_writes_texts_and_int8_is_for_the_cpu() -> None:
+    generator = TextGenerator(model().eval(), CONTEXT)
+    generator.precision = "bf16"
+    generator.prepare()
+    assert next(generator.model.parameters()).dtype == torch.bfloat16
+    assert len(generator.continued(generator.inputs(["a", "bcd"]))[1]) == 200
+    generator.check_device("cpu")
+    with pytest.raises(UserError, match="this machine has no GPU that torch can use"):
+        generator.check_device("cuda")
 
 
 def test_a_seed_fixes_what_is_written() -> None:

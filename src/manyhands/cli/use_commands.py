@@ -140,6 +140,8 @@ class _GenerateOptions:
     top_k: int = option(0, "Sample among so many of the likeliest tokens; 0: all.")
     top_p: float = option(1.0, "Sample among the likeliest tokens that together have this probability.")
     seed: int = option(0, "Fixes the sampling.")
+    device: str = option("cpu", "cpu or cuda, where the model computes.")
+    precision: str = option("fp32", "fp32, bf16 or, on the CPU, int8.")
 
 
 @from_options
@@ -158,6 +160,8 @@ def generate_command(asked: _GenerateOptions) -> None:
         raise UserError(
             f"{run} belongs to task {generator.task!r}, which does not write text; use manyhands predict {run} INPUT"
         )
+    _compute_in(generator, asked.precision, asked.device)
+    generator.prepare()
     pieces = generator.pieces(prompt)
     print(prompt.prompt, end="", flush=True)
     for piece in pieces:
@@ -167,6 +171,13 @@ def generate_command(asked: _GenerateOptions) -> None:
         "another --seed gives another text" if prompt.temperature else "--temperature 0.8 draws other texts"
     )
     print(f"manyhands: {hint}; manyhands serve {run} answers over HTTP", file=sys.stderr)
+
+
+def _compute_in(predictor: Predictor[Any], precision: str, device: str) -> None:
+    predictor.check_precision(precision)
+    predictor.precision = precision
+    predictor.check_device(device)
+    predictor.device = device
 
 
 @dataclass(frozen=True)
@@ -261,6 +272,7 @@ class _ServeOptions(_Model):
     precision: str = option(
         "fp32", "fp32, bf16 or int8; `manyhands bench inference` measures which is fastest here."
     )
+    device: str = option("cpu", "cpu, or cuda for a model that writes text: workers take the GPUs in order.")
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 admits other machines, with the token.")
     port: int = option(0, "Port to listen on; 0: any free port.")
     names: str = option("", "Further host names that clients use, separated by commas.", shown=False)
@@ -301,8 +313,7 @@ def serve_command(asked: _ServeOptions) -> None:
         cache_bytes=int(asked.cache * 2**30),
     )
     predictor = open_predictor(asked.run, _own_task(asked.task))
-    predictor.check_precision(asked.precision)
-    predictor.precision = asked.precision
+    _compute_in(predictor, asked.precision, asked.device)
     if asked.strategy is not None:
         cut_predictor(predictor, Strategy.parse(asked.strategy))
     try:

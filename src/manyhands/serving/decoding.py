@@ -11,7 +11,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from manyhands.engine.device import moved
 from manyhands.errors import UserError, format_bytes
 from manyhands.serving.text_scheduler import (
     TextEvent,
@@ -25,6 +27,8 @@ from manyhands.workloads.language.key_values import KeyValueCache
 from manyhands.workloads.language.sampling import chosen
 
 __all__ = ["CachedDecoder", "RecomputingDecoder", "TextDecoder", "TextEngine", "rows_within"]
+
+_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class TextDecoder(Protocol):
@@ -48,13 +52,12 @@ class CachedDecoder:
 
     def start(self, rows: Sequence[TokensOfRow]) -> Tensor:
         step = self._cache.start([one.row for one in rows], [len(one.tokens) for one in rows])
-        scores: Tensor = self._model(_padded(rows).to(step.rows.device), step)
+        scores: Tensor = self._model(_padded(rows, step.rows.device), step)
         return scores
 
     def extend(self, rows: Sequence[TokensOfRow]) -> Tensor:
         step = self._cache.extend([one.row for one in rows], [one.cached for one in rows])
-        tokens = torch.tensor([list(one.tokens) for one in rows], device=step.rows.device)
-        scores: Tensor = self._model(tokens, step)
+        scores: Tensor = self._model(_padded(rows, step.rows.device), step)
         return scores
 
     def move(self, source: int, target: int, length: int) -> None:
@@ -66,6 +69,8 @@ class RecomputingDecoder:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        first = next(model.parameters(), None)
+        self._device = torch.device("cpu") if first is None else first.device
         self._texts: dict[int, list[int]] = {}
 
     def start(self, rows: Sequence[TokensOfRow]) -> Tensor:
@@ -82,15 +87,17 @@ class RecomputingDecoder:
 
     def _scores(self, rows: Sequence[TokensOfRow]) -> Tensor:
         whole = [TokensOfRow(one.row, self._texts[one.row], 0) for one in rows]
-        scores: Tensor = self._model(
-            _padded(whole)
-        )  # the model is causal: scores do not depend on the padding
-        return scores[torch.arange(len(whole)), torch.tensor([len(one.tokens) - 1 for one in whole])]
+        # The model is causal: scores do not depend on the padding.
+        scores: Tensor = self._model(_padded(whole, self._device))
+        ends = moved(torch.tensor([len(one.tokens) - 1 for one in whole]), self._device)
+        return scores[torch.arange(len(whole), device=self._device), ends]
 
 
-def _padded(rows: Sequence[TokensOfRow]) -> Tensor:
+def _padded(rows: Sequence[TokensOfRow], device: torch.device) -> Tensor:
     longest = max(len(one.tokens) for one in rows)
-    return torch.tensor([[*one.tokens, *[0] * (longest - len(one.tokens))] for one in rows])
+    padded = [[*one.tokens, *[0] * (longest - len(one.tokens))] for one in rows]
+    tokens: Tensor = moved(torch.tensor(padded), device)
+    return tokens
 
 
 def rows_within(model: nn.Module, limits: TextLimits) -> int:
@@ -139,7 +146,8 @@ class TextEngine:
         events = list[TextEvent](refused)
         if step is None:
             return events
-        with torch.inference_mode():
+        # Not by cuDNN, which prepares its attention anew for each length of the texts.
+        with torch.inference_mode(), sdpa_kernel(_ATTENTION):
             for move in step.moves:
                 self._decoder.move(move.source, move.target, move.cached)
             parts = [self._decoder.start(step.starts)] if step.starts else []
@@ -149,4 +157,5 @@ class TextEngine:
             scores = torch.cat(parts)[:, : self._vocabulary]
             finite = scores.isfinite().all(-1)
             tokens = chosen(torch.where(finite[:, None], scores, 0.0), step.how, step.places)
-        return [*events, *self._scheduler.record(tokens, finite.tolist())]
+            written, good = torch.stack([tokens, finite.long()]).tolist()  # the one wait for the device
+        return [*events, *self._scheduler.record(written, good)]

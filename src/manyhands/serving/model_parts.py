@@ -210,6 +210,8 @@ def cut_predictor(predictor: Predictor[Any], strategy: Strategy) -> None:
         raise UserError(
             f"--strategy {strategy}: a model is served in parts by {by}; leave it out for whole copies"
         )
+    if predictor.device != "cpu":
+        raise UserError(f"--device {predictor.device}: a model in parts is served on the CPU; leave one out")
     if not isinstance(predictor, ModulePredictor):
         raise UserError(
             f"--strategy {strategy}: the model of {predictor.task!r} is not a PyTorch module; leave it out"

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from manyhands.engine.device import check_device, device_of
 from manyhands.errors import ManyhandsError, UserError, nearest, num_of, printable
 from manyhands.serving.decoding import TextEngine, rows_within
 from manyhands.serving.text_coding import BYTES, TextCoding, coding_by, coding_of
@@ -131,6 +132,15 @@ class TextGenerator(ModulePredictor[list[Prompt]]):
     def answers(self, inputs: list[Prompt]) -> list[Any]:
         return [{"text": self.coding.decode(tokens)} for tokens in self.continued(inputs)]
 
+    def check_device(self, device: str) -> None:
+        check_device(device)
+        if device != "cpu" and self.precision == "int8":
+            raise UserError("--precision int8 computes on the CPU only; on a GPU give bf16")
+
+    def prepare(self, rank: int = 0) -> None:
+        super().prepare()
+        self.model = self.model.to(device_of(self.device, rank))
+
     def limit(self, limits: TextLimits) -> None:
         """Take on the limits of a server; UserError where they leave no text."""
         rows_within(self.model, limits)
@@ -144,7 +154,8 @@ class TextGenerator(ModulePredictor[list[Prompt]]):
 
     def written(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, int]]:
         """The number of a prompt and a token that continues it, as they come."""
-        engine = self.engine(TextLimits(waiting=max(1, len(prompts))))
+        count = max(1, len(prompts))
+        engine = self.engine(TextLimits(rows=min(count, self.limits.rows), waiting=count))
         for number, prompt in enumerate(prompts):
             engine.submit(self.request(prompt, number))
         while not engine.is_idle:

@@ -37,7 +37,7 @@ def text_replica(context: RoleContext) -> None:
     generator: TextGenerator = load(context.descriptor("model"))
     if isinstance(generator.model, PartedModel):
         generator.model.open(context)
-    generator.prepare()
+    generator.prepare(context.rank)
     connection = socket.socket(fileno=context.descriptor("requests"))
     with connection, torch.inference_mode():
         generator.warm()

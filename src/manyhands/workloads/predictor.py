@@ -56,6 +56,7 @@ class Predictor(ABC, Generic[Inputs]):
     """What `--format` may say; the first is to find out."""
     task: str = ""  # the name of its task
     precision: str = "fp32"  # what it computes in from `prepare` on
+    device: str = "cpu"  # and where: cpu, cuda or cuda:1
     left_out: int = 0  # lines or rows of the last file that were wrong and skipped
     new_texts: int = 0  # values of the last table that are no category of training, and count as missing
 
@@ -97,6 +98,10 @@ class Predictor(ABC, Generic[Inputs]):
     def check_precision(self, precision: str) -> None:
         if precision != "fp32":
             raise UserError(f"--precision {precision}: a model of {self.task} computes in fp32 only")
+
+    def check_device(self, device: str) -> None:
+        if device != "cpu":
+            raise UserError(f"--device {device}: a model of {self.task} is asked on the CPU; leave it out")
 
     def check_format(self, read_as: ReadAs) -> None:
         if read_as.format not in self.formats:

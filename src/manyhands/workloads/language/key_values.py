@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from manyhands.engine.device import moved
 from manyhands.workloads.language.presets import ModelSizes
 
 __all__ = ["CacheStep", "KeyValueCache", "LayerCache"]
@@ -76,12 +77,12 @@ class KeyValueCache:
     def start(self, rows: Sequence[int], lengths: Sequence[int]) -> CacheStep:
         """The step that computes the first tokens of these rows, padded to the longest."""
         device, longest = self.held.device, max(lengths)
-        held = torch.tensor(rows, device=device)
+        held, ends = moved(torch.tensor([rows, lengths]), device)
         return CacheStep(
             cache=self,
             rows=held,
             places=torch.arange(longest, device=device).expand(len(rows), longest),
-            last=torch.tensor(lengths, device=device) - 1,
+            last=ends - 1,
             is_start=True,
             taken=held,
             span=longest,
@@ -90,7 +91,7 @@ class KeyValueCache:
     def extend(self, rows: Sequence[int], lengths: Sequence[int]) -> CacheStep:
         """The step that computes one more token of each row, whose text has `lengths` tokens before it."""
         device, span = self.held.device, max(lengths) + 1
-        held, places = torch.tensor([rows, lengths], device=device)
+        held, places = moved(torch.tensor([rows, lengths]), device)
         mask = torch.arange(span, device=device) <= places[:, None]
         return CacheStep(
             cache=self,

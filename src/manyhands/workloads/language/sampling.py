@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manyhands.engine.device import moved
 from manyhands.errors import UserError, printable
 
 __all__ = ["Sampling", "chosen", "likely"]
@@ -54,34 +55,55 @@ def require_integer(name: str, value: Any, least: int, most: int) -> None:
         raise UserError(f"{name} is {found}; it must be an integer from {least} to {most}")
 
 
-def chosen(scores: Tensor, how: Sequence[Sampling], places: Sequence[int]) -> list[int]:
-    """A token for each row of (rows, vocabulary) scores; `places` says which token of its text that is."""
-    found: list[int] = scores.argmax(-1).tolist()
-    for row, (one, place) in enumerate(zip(how, places, strict=True)):
-        if one.temperature:
-            found[row] = _drawn(likely(scores[row], one), one.seed, place)
+def chosen(scores: Tensor, how: Sequence[Sampling], places: Sequence[int]) -> Tensor:
+    """A token for each row of (rows, vocabulary) scores; `places` says which token of its text that is.
+
+    The rows are computed together, and nothing waits for the scores' device.
+    """
+    found = scores.argmax(-1)
+    drawn = [row for row, one in enumerate(how) if one.temperature]
+    if drawn:
+        rows = moved(torch.tensor(drawn), scores.device)
+        uniform = _column([_uniform(how[row].seed, places[row]) for row in drawn], scores.device)
+        found[rows] = _drawn(likely(scores[rows], [how[row] for row in drawn]), uniform)
     return found
 
 
-def likely(scores: Tensor, how: Sampling) -> Tensor:
-    """The probabilities from which a token is drawn: 0 where it is excluded."""
-    scores = scores.double() / max(how.temperature, math.ulp(1.0))
-    if 0 < how.top_k < len(scores):
-        least = scores.topk(how.top_k).values[-1]
-        scores = scores.masked_fill(scores < least, -math.inf)
-    chances = scores.softmax(0)
-    if how.top_p < 1:
-        ordered, order = chances.sort(descending=True, stable=True)
-        before = ordered.cumsum(0) - ordered
-        chances[order[before >= how.top_p]] = 0.0
-        chances /= chances.sum()
+def likely(scores: Tensor, how: Sequence[Sampling]) -> Tensor:
+    """The probabilities from which the token of each row is drawn: 0 where it is excluded."""
+    device, vocabulary = scores.device, scores.shape[1]
+    scores = scores.double() / _column([max(one.temperature, math.ulp(1.0)) for one in how], device)
+    counts = [min(one.top_k or vocabulary, vocabulary) for one in how]
+    if min(counts) < vocabulary:
+        best = scores.topk(max(count for count in counts if count < vocabulary)).values
+        least = [count - 1 if count < vocabulary else 0 for count in counts]
+        bounds = best.gather(1, _column(least, device))
+        whole = _column([count == vocabulary for count in counts], device)
+        scores = scores.masked_fill((scores < bounds) & ~whole, -math.inf)
+    chances = scores.softmax(1)
+    some = [row for row, one in enumerate(how) if one.top_p < 1]
+    if some:
+        rows, most = moved(torch.tensor(some), device), _column([how[row].top_p for row in some], device)
+        ordered, order = chances[rows].sort(descending=True, stable=True)
+        ordered = ordered.masked_fill(ordered.cumsum(1) - ordered >= most, 0.0)
+        kept = torch.zeros_like(ordered).scatter(1, order, ordered)
+        chances[rows] = kept / kept.sum(1, keepdim=True)
     return chances
 
 
-def _drawn(chances: Tensor, seed: int, place: int) -> int:
-    uniform = np.random.Generator(np.random.Philox(key=seed, counter=place)).random()
-    reached = chances.cumsum(0)
+def _column(values: Sequence[float], device: torch.device) -> Tensor:
+    kind = torch.float64 if isinstance(values[0], float) else None
+    column: Tensor = moved(torch.tensor(values, dtype=kind)[:, None], device)
+    return column
+
+
+def _uniform(seed: int, place: int) -> float:
+    return float(np.random.Generator(np.random.Philox(key=seed, counter=place)).random())
+
+
+def _drawn(chances: Tensor, uniform: Tensor) -> Tensor:
+    reached = chances.cumsum(1)
     # Up to the last token with a chance: the sum may be a rounding below 1, and those behind it are excluded.
-    found = torch.searchsorted(reached, reached[-1:] * uniform, right=True)
-    last = torch.searchsorted(reached, reached[-1:])
-    return int(torch.minimum(found, last))
+    found = torch.searchsorted(reached, reached[:, -1:] * uniform, right=True)
+    last = torch.searchsorted(reached, reached[:, -1:].contiguous())
+    return torch.minimum(found, last)[:, 0]
