@@ -109,11 +109,13 @@ def _language(name: str, found: dict[str, Any]) -> str:
             cells = [_LOOPS[loop], f"{row[unit.replace('/', '_per_')]:,.0f}", f"{row['mfu']:.1%}"]
             ratio = loops["ours"]["tokens_per_s"] / row["tokens_per_s"]
             table.append([*cells, f"{row['peak_memory_gib']:.1f} GiB", f"{ratio:.2f}"])
-    groups = ", ".join(f"{group} {share:.0%}" for group, share in trace["groups"].items() if share >= 0.01)
     turns, steps = loops["ours"]["turns"], found["steps"]
     about = (
         f"**{title}**: {work['layers']} layers of width {work['width']}, context {work['context']}, "
         f"{work['batch'] * work['context']:,} tokens a step; {turns} turn{'s' * (turns > 1)} of {steps} steps each."
     )
-    rest = f"The GPU idles {trace['idle']:.1%} of the time; of its work: {groups}."
-    return f"{about}\n\n{markdown(table)}\n\n{rest}"
+    text = f"{about}\n\n{markdown(table)}"
+    if "groups" not in trace:
+        return text
+    groups = ", ".join(f"{group} {share:.0%}" for group, share in trace["groups"].items() if share >= 0.01)
+    return f"{text}\n\nThe GPU idles {trace['idle']:.1%} of the time; of its work: {groups}."
