@@ -232,7 +232,7 @@ def test_the_command_is_not_silent_and_says_how_many_stages_it_takes(
     assert "building" not in printed.out
     memory_app(["digits", "--strategy", "pipeline", "--workers", "4"], standalone_mode=False)
     words = " ".join(capsys.readouterr().out.split())
-    assert "with stages=2 of equal size and data=2;" in words
+    assert "cuts=4 have as much work each" in words
 
 
 @pytest.mark.parametrize(

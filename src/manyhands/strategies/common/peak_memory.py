@@ -1,7 +1,7 @@
 """How much memory a step takes at its peak, counted tensor by tensor as torch computes, with memory or without.
 
 Every storage counts from the operation that makes it until it is freed. It works on torch's fake tensors, so a model
-that does not fit can be counted as well.
+that does not fit can be counted as well. Of what operations take inside, the copies of a convolution's tensors count.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,8 @@ class CountedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         for one in tree_leaves(made):
             if isinstance(one, Tensor) and one.layout is torch.strided:
                 self._add(one.untyped_storage())
+        if function in _COPYING:
+            self._reach(self.now + _COPYING[function](made, args))
         return made
 
     @contextmanager
@@ -73,14 +75,34 @@ class CountedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
             return
         size = storage.nbytes()
         self.now += size
-        self.peak = max(self.peak, self.now)
-        self.peak_beside = max(self.peak_beside, self.now - sum(self._gradients.values()))
+        self._reach(self.now)
         self._seen[key] = weakref.ref(storage, partial(self._free, key, size))
+
+    def _reach(self, size: int) -> None:
+        self.peak = max(self.peak, size)
+        self.peak_beside = max(self.peak_beside, size - sum(self._gradients.values()))
 
     def _free(self, key: int, size: int, _reference: object) -> None:
         self.now -= size
         self._seen.pop(key, None)
         self._gradients.pop(key, None)
+
+
+def _copied_forward(output: Tensor, args: Sequence[Any]) -> int:
+    return max(int(args[0].nbytes), output.nbytes)
+
+
+def _copied_backward(_made: object, args: Sequence[Any]) -> int:
+    gradient, x = args[:2]
+    return int(gradient.nbytes + x.nbytes)
+
+
+# oneDNN, which computes convolutions on a CPU, copies tensors into a layout of its own: in forward the input until the
+# output is there, which is then copied back; for the gradient of the weights the output's gradient and the input.
+_COPYING: Final[Mapping[Any, Callable[[Any, Sequence[Any]], int]]] = {
+    torch.ops.aten.convolution.default: _copied_forward,
+    torch.ops.aten.convolution_backward.default: _copied_backward,
+}
 
 
 def peaks_of_step(model: nn.Module, batch: Any, loss: Callable[[], Tensor]) -> StepPeaks:

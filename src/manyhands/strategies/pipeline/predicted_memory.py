@@ -7,20 +7,37 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from manyhands.data.randomness import preserved
 from manyhands.engine.chain import applied, chain_of
 from manyhands.facts import ModelFootprint, TracedModel
 from manyhands.strategies.common.grid.grid_group import memory_of_sums
 from manyhands.strategies.common.peak_memory import CountedMemory
-from manyhands.strategies.pipeline.cuts import parts_of
+from manyhands.strategies.pipeline.cuts import balanced, parts_of
 from manyhands.strategies.pipeline.ends import StandIn, call_of
-from manyhands.strategies.pipeline.played_chain import places_of_parameters
+from manyhands.strategies.pipeline.played_chain import is_chain, places_of_parameters
 from manyhands.strategies.pipeline.schedule_cost import most_held
 from manyhands.strategies.pipeline.schedules import Schedule
 from manyhands.strategy import WorkerMemory
 
-__all__ = ["needs_of_stages"]
+__all__ = ["cuts_by_work", "needs_of_stages"]
+
+
+def cuts_by_work(traced: TracedModel, parts: int, samples: int) -> tuple[int, ...] | None:
+    """Where parts have about the same number of operations; None for what is no chain, or one that is too short."""
+    if not is_chain(traced.model):
+        return None
+    model = traced.copy()
+    chain, work = chain_of(model), list[float]()
+    with preserved(), traced.tracing(), torch.no_grad():
+        x, named = call_of(traced.task.loss, traced.batch(samples))
+        for module in chain:
+            with FlopCounterMode(display=False) as counted:
+                x = applied(module, x, named)
+            values = sum(one.numel() for one in tree_leaves(x) if isinstance(one, Tensor))
+            work.append(counted.get_total_flops() + values)
+    return balanced(work, parts)
 
 
 def needs_of_stages(

@@ -146,14 +146,19 @@ class Pipeline(Strategy):
         return [cls(stages=count, microbatches=many * count) for count in stages for many in (1, 2, 4)]
 
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
-        """Of each stage, where the cuts are known; else of the fullest one of stages of equal size."""
+        """Of each stage of a model that is known, by default with as much work each; else of stages of equal size."""
         grid, table = self.grid(workers), self.table()
         held, parts = max(most_held(table)), self.stages * self.tensor
         samples = -(-model.batch_size // (grid.data * self.microbatches))
-        if self.cuts and self.tensor == 1 and model.traced is not None and not table.over_time:
-            from manyhands.strategies.pipeline.predicted_memory import needs_of_stages
+        if self.tensor == 1 and model.traced is not None and not table.over_time:
+            from manyhands.strategies.pipeline.predicted_memory import cuts_by_work, needs_of_stages
 
-            return needs_of_stages(table, model, self.cuts, samples, grid.data, recompute=self.recompute)
+            cuts = self.cuts or cuts_by_work(model.traced, table.parts, samples)
+            if cuts is not None:
+                rows = needs_of_stages(table, model, cuts, samples, grid.data, recompute=self.recompute)
+                shown = ",".join(map(str, cuts))
+                by_work = f"nothing; cuts={shown} have as much work each, and a run measures where that is"
+                return rows if self.cuts else [replace(rows[0], what=by_work), *rows[1:]]
         from manyhands.strategies.common.grid.grid_group import memory_of_sums
 
         return [
