@@ -73,7 +73,7 @@ _MARK = "MANYHANDS_TEST_RUN"
 _MEMFD = "/memfd:manyhands:"
 
 
-def await_that(condition: Callable[[], bool], what: str, within_s: float) -> float:
+def await_that(condition: Callable[[], bool], what: str, within_s: float = 180.0) -> float:
     """Look until `condition` holds; the seconds it took."""
     start = time.monotonic()
     while not condition():

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
@@ -23,11 +23,13 @@ import torch
 
 import manyhands as mh
 import warm
+from kills import await_that
 from manyhands.errors import ManyhandsError
 from manyhands.serving.batching import BatchLimits
 from manyhands.serving.model_server import ModelServer, ServeOptions
 from manyhands.serving.torch_predictors import ImagePredictor
 from manyhands.workloads.tasks.digits import ImageClassifier
+from served_load import asked, connected
 
 REQUESTS, CONNECTIONS = 1000, 50
 
@@ -46,32 +48,13 @@ def server() -> Iterator[ModelServer]:
         yield running
 
 
-def connected(server: ModelServer) -> http.client.HTTPConnection:
-    return http.client.HTTPConnection(server.address.removeprefix("http://"), timeout=240)
-
-
-def ask(connection: http.client.HTTPConnection, server: ModelServer, inputs: Any) -> tuple[int, Any]:
-    connection.request(
-        "POST", "/predict", json.dumps({"inputs": inputs}), {"Authorization": f"Bearer {server.token}"}
-    )
-    answer = connection.getresponse()
-    return answer.status, json.loads(answer.read())
-
-
-def awaited(condition: Callable[[], bool], what: str, seconds: float = 180.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited for {what}"
-        time.sleep(0.01)
-
-
 def answering(server: ModelServer) -> dict[int, int]:
     """The workers that answer, with their processes."""
     return {one.number: one.pid for one in server.view().workers if one.state != "starting"}
 
 
 def test_a_thousand_requests_over_fifty_connections_with_a_worker_killed(server: ModelServer) -> None:
-    awaited(lambda: len(answering(server)) == 2, "both workers")
+    await_that(lambda: len(answering(server)) == 2, "both workers")
     images = np.random.default_rng(0).integers(0, 17, (REQUESTS, 8, 8))
     expected = [one["label"] for one in predictor().answers(images.astype(np.float32))]
     answers: dict[int, tuple[int, Any]] = {}
@@ -84,7 +67,7 @@ def test_a_thousand_requests_over_fifty_connections_with_a_worker_killed(server:
         try:
             for number in range(first, REQUESTS, CONNECTIONS):
                 assert number < early or go_on.wait(240)
-                answers[number] = ask(connection, server, [images[number].tolist()])
+                answers[number] = asked(server, [images[number].tolist()], connection)
         except BaseException as failure:
             failures.append(failure)
         finally:
@@ -93,13 +76,13 @@ def test_a_thousand_requests_over_fifty_connections_with_a_worker_killed(server:
     clients = [threading.Thread(target=ask_some, args=(first,)) for first in range(CONNECTIONS)]
     for client in clients:
         client.start()
-    awaited(lambda: len(answers) == early or bool(failures), "a fifth of the answers")
+    await_that(lambda: len(answers) == early or bool(failures), "a fifth of the answers")
     (killed, pid), (_, other) = sorted(answering(server).items())
     os.kill(other, signal.SIGSTOP)  # until requests wait for each other
     os.kill(pid, signal.SIGKILL)
     try:
         go_on.set()
-        awaited(lambda: server.view().waiting > 1 or len(answers) > early, "several requests")
+        await_that(lambda: server.view().waiting > 1 or len(answers) > early, "several requests")
     finally:
         os.kill(other, signal.SIGCONT)
     for client in clients:
@@ -107,7 +90,7 @@ def test_a_thousand_requests_over_fifty_connections_with_a_worker_killed(server:
     assert failures == []
     assert {status for status, _ in answers.values()} == {200}, "none is lost"
     assert [answers[number][1]["answers"][0]["label"] for number in range(REQUESTS)] == expected
-    awaited(lambda: len(answering(server)) == 2, "another in the place of the dead one")
+    await_that(lambda: len(answering(server)) == 2, "another in the place of the dead one")
     assert killed not in answering(server)
     view = server.view()
     assert view.deaths == deaths + 1
@@ -119,19 +102,19 @@ def test_a_thousand_requests_over_fifty_connections_with_a_worker_killed(server:
 
 def test_the_requests_of_a_worker_that_dies_with_them_are_answered_by_another(server: ModelServer) -> None:
     """All workers are stopped, so that the one that is sent a request has it when it dies."""
-    awaited(lambda: len(answering(server)) == 2, "both workers")
+    await_that(lambda: len(answering(server)) == 2, "both workers")
     pids = list(answering(server).values())
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     said: list[tuple[int, Any]] = []
     connection = connected(server)
     asking = threading.Thread(
-        target=lambda: said.append(ask(connection, server, [np.zeros((8, 8)).tolist()]))
+        target=lambda: said.append(asked(server, [np.zeros((8, 8)).tolist()], connection))
     )
     asking.start()
     busy = 0
     try:
-        awaited(lambda: any(one.state == "computing" for one in server.view().workers), "it to be sent")
+        await_that(lambda: any(one.state == "computing" for one in server.view().workers), "it to be sent")
         (busy,) = [one.pid for one in server.view().workers if one.state == "computing"]
         os.kill(busy, signal.SIGKILL)
     finally:
@@ -149,7 +132,7 @@ def test_who_has_asked_before_the_end_is_answered_and_who_asks_after_is_not() ->
 
     def ask_once(server: ModelServer) -> tuple[int, Any]:
         with closing(connected(server)) as connection:
-            return ask(connection, server, [image])
+            return asked(server, [image], connection)
 
     def until_refused(pid: int, server: ModelServer) -> None:
         try:
@@ -167,11 +150,11 @@ def test_who_has_asked_before_the_end_is_answered_and_who_asks_after_is_not() ->
 
     with ThreadPoolExecutor() as clients:
         with ModelServer(predictor(), "a model", options) as server:
-            awaited(lambda: len(answering(server)) == 1, "the worker")
+            await_that(lambda: len(answering(server)) == 1, "the worker")
             ((_, pid),) = answering(server).items()
             os.kill(pid, signal.SIGSTOP)
             asking = clients.submit(ask_once, server)
-            awaited(lambda: server.view().workers[0].state == "computing", "it has the request")
+            await_that(lambda: server.view().workers[0].state == "computing", "it has the request")
             refusing = clients.submit(until_refused, pid, server)
         refusing.result(timeout=60)
         assert asking.result(timeout=60)[0] == 200
@@ -181,7 +164,7 @@ def test_who_has_asked_before_the_end_is_answered_and_who_asks_after_is_not() ->
 
 def test_bad_requests_over_a_real_socket(server: ModelServer) -> None:
     connection = connected(server)
-    status, said = ask(connection, server, [[[0] * 8] * 7])
+    status, said = asked(server, [[[0] * 8] * 7], connection)
     assert (status, "input 0: its shape is 7×8" in said["error"]) == (400, True)
     connection.close()
     connection = connected(server)
@@ -222,18 +205,18 @@ def test_who_sends_far_too_much_still_reads_why(server: ModelServer) -> None:
 def test_a_worker_that_computes_for_too_long_is_replaced_and_its_request_reported() -> None:
     options = ServeOptions(workers=1, batches=BatchLimits(wait_s=0.0, deadline_s=1.0))
     with ModelServer(predictor(), "a model", options) as server:
-        awaited(lambda: len(answering(server)) == 1, "the worker")
+        await_that(lambda: len(answering(server)) == 1, "the worker")
         ((number, pid),) = answering(server).items()
         os.kill(pid, signal.SIGSTOP)
         connection = connected(server)
         begun = time.monotonic()
-        status, said = ask(connection, server, [np.zeros((8, 8)).tolist()])
+        status, said = asked(server, [np.zeros((8, 8)).tolist()], connection)
         assert (status, "not computed within 1 s" in said["error"]) == (503, True)
         assert time.monotonic() - begun > 0.9
         connection.close()
-        awaited(lambda: bool(answering(server)) and number not in answering(server), "another worker")
+        await_that(lambda: bool(answering(server)) and number not in answering(server), "another worker")
         connection = connected(server)
-        assert ask(connection, server, [np.zeros((8, 8)).tolist()])[0] == 200
+        assert asked(server, [np.zeros((8, 8)).tolist()], connection)[0] == 200
         connection.close()
         assert server.view().deaths == 1
 
@@ -280,7 +263,7 @@ def test_the_command_serves_and_ends_with_a_signal(tmp_path: Path) -> None:
 def test_the_page_brings_what_was_asked(server: ModelServer) -> None:
     """The events that a browser's page is made of, read without one."""
     connection = connected(server)
-    assert ask(connection, server, [np.zeros((8, 8)).tolist()] * 2)[0] == 200
+    assert asked(server, [np.zeros((8, 8)).tolist()] * 2, connection)[0] == 200
     connection.request("GET", "/events", headers={"Authorization": f"Bearer {server.token}"})
     stream = connection.getresponse()
     events: dict[str, Any] = {}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
@@ -16,10 +14,12 @@ import pytest
 import torch
 from torch import nn
 
+from kills import await_that
 from manyhands.serving.batching import BatchLimits
 from manyhands.serving.model_server import ModelServer, ServeOptions
 from manyhands.serving.text_generator import TextGenerator
 from manyhands.workloads.language.gpt import GPT
+from served_load import connected
 
 TEXTS = [("a", 60), ("twelve bytes", 7), ("é", 90), ("xyz", 30), ("ab", 1), ("abcdef", 200)]
 
@@ -42,8 +42,7 @@ def server() -> Iterator[ModelServer]:
 
 
 def ask(server: ModelServer, path: str, body: Any, token: str | None = None) -> tuple[int, str]:
-    connection = http.client.HTTPConnection(server.address.removeprefix("http://"), timeout=100)
-    with closing(connection):
+    with closing(connected(server)) as connection:
         headers = {"Authorization": f"Bearer {token or server.token}"}
         connection.request("POST", path, json.dumps(body), headers)
         answer = connection.getresponse()
@@ -62,13 +61,6 @@ def events_of(stream: str) -> list[tuple[str, Any]]:
         name, data = block.split("\n")
         found.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
     return found
-
-
-def awaited(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited for {what}"
-        time.sleep(0.01)
 
 
 def test_texts_asked_for_together_are_those_that_each_gives_alone(server: ModelServer) -> None:
@@ -115,21 +107,20 @@ def test_what_makes_no_sense_gets_a_sentence(server: ModelServer, body: Any, sta
 
 
 def test_the_text_of_a_client_that_leaves_is_cancelled(server: ModelServer) -> None:
-    connection = http.client.HTTPConnection(server.address.removeprefix("http://"), timeout=100)
-    with closing(connection):
+    with closing(connected(server)) as connection:
         body = json.dumps({"prompt": "a", "tokens": 4096, "stream": True})
         connection.request("POST", "/generate", body, {"Authorization": f"Bearer {server.token}"})
         assert connection.getresponse().read(10)
         assert server.view().workers[0].state == "computing"
-    awaited(lambda: server.view().workers[0].state == "free", "the worker to be free")
-    assert dict(server.view().by_status).get(499) == 1
+    await_that(lambda: server.view().workers[0].state == "free", "the worker to be free")
+    await_that(lambda: dict(server.view().by_status).get(499) == 1, "the request to be counted")
 
 
 def test_a_text_continues_where_it_was_when_its_worker_dies(server: ModelServer) -> None:
     with ThreadPoolExecutor(1) as client:
         body = {"prompt": "a", "tokens": 3000, "stream": True}
         answer = client.submit(ask, server, "/generate", body)
-        awaited(lambda: server.view().workers[0].state == "computing", "the text to begin")
+        await_that(lambda: server.view().workers[0].state == "computing", "the text to begin")
         os.kill(server.view().workers[0].pid, signal.SIGKILL)
         status, stream = answer.result()
     assert status == 200

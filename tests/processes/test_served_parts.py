@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,6 +17,7 @@ from torch import nn
 
 import manyhands as mh
 import own_models
+from kills import await_that
 from manyhands.serving.batching import BatchLimits
 from manyhands.serving.model_parts import cut_predictor
 from manyhands.serving.model_server import ModelServer, ServeOptions
@@ -141,13 +141,6 @@ def later_parts() -> list[int]:
     return found
 
 
-def awaited(condition: Callable[[], bool], what: str) -> None:
-    until = time.monotonic() + 180
-    while not condition():
-        assert time.monotonic() < until, what
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("strategy", ["pipeline stages=2", "tensor slices=2"])
 def test_a_request_in_a_part_that_dies_or_stops_is_computed_by_the_next(runs: Path, strategy: str) -> None:
     """One worker, whose second process is stopped, so that it has the request when it is killed, or silent."""
@@ -156,12 +149,12 @@ def test_a_request_in_a_part_that_dies_or_stops_is_computed_by_the_next(runs: Pa
     options = ServeOptions(workers=1, batches=BatchLimits(wait_s=0.0, deadline_s=45.0))
     with ModelServer(predictor, "letters", options) as server, ThreadPoolExecutor() as clients:
         for silent in (False, True):
-            awaited(lambda: len(ready(server)) == 1, "the worker is ready")
+            await_that(lambda: len(ready(server)) == 1, "the worker is ready")
             (part,) = later_parts()
             os.kill(part, signal.SIGSTOP)
             connection = connected(server)
             asking = clients.submit(asked, server, ["XY", "ABC"], connection)
-            awaited(lambda: server.view().workers[0].state == "computing", "it has the request")
+            await_that(lambda: server.view().workers[0].state == "computing", "it has the request")
             if not silent:
                 os.kill(part, signal.SIGKILL)
             status, said = asking.result(timeout=240)
@@ -184,7 +177,7 @@ def test_a_stage_that_is_too_slow_is_replaced_and_its_request_reported(runs: Pat
         connection = connected(server)
         status, said = asked(server, ["XY"], connection)
         assert (status, "was not computed within 1 s" in said["error"]) == (503, True), said
-        awaited(lambda: part not in later_parts() and len(ready(server)) == 1, "another worker")
+        await_that(lambda: part not in later_parts() and len(ready(server)) == 1, "another worker")
         connection.close()
         status, said = asked(server, ["XY"], connection)
         assert (status, said["answers"][0]["next"]) == (200, "Z")
@@ -205,7 +198,7 @@ def test_a_part_that_is_killed_takes_its_worker_with_it_and_nothing_is_lost_or_m
             server, [[text] for text in texts], kills=1, victim=lambda: min(later_parts())
         ):
             assert answer["next"] == expected[number]
-        awaited(lambda: len(ready(server)) == 2, "both workers are ready")
+        await_that(lambda: len(ready(server)) == 2, "both workers are ready")
         os.kill(ready(server)[0], signal.SIGKILL)  # the first process of a worker
         connection = connected(server)
         for text, letter in zip(texts[:20], expected, strict=False):
