@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import manyhands as mh
 from manyhands.errors import UserError
 from manyhands.foresight.plan.step_costs import try_steps
+from manyhands.lab.bench.harness import host_facts
 from manyhands.strategy import Strategy
 from plan_tasks import HELD_OUT, SEEN
 
@@ -81,16 +78,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/auto-2.json"))
     asked = parser.parse_args()
+    facts = host_facts()
     cases = [case(name, asked) for name in asked.tasks.split(",")]
     for one in cases:
         print(f"{one['task']}: auto chose {one['auto']}: {one['auto_speed']:.2f} of {one['best']}'s speed")
-    record = {
-        "cores": len(os.sched_getaffinity(0)),
-        "machine": platform.machine(),
-        "torch": torch.__version__,
-        "workers": asked.workers,
-        "cases": cases,
-    }
+    record = {**facts, "workers": asked.workers, "cases": cases}
     asked.json.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import signal
 import socket
 import statistics
@@ -31,6 +30,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
 from cables import two_namespaces
 from manyhands.errors import WorkerFailed, format_bytes
+from manyhands.lab.bench.harness import host_facts
 from manyhands.places.external.links import open_heartbeats, open_links
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS, grouped
 from manyhands.strategies.common.collectives.executor import ScheduleExecutor
@@ -264,7 +264,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     options.sizes = {int(size): SIZES.get(int(size), 1) for size in options.sizes.split(",")}
-    clusters = []
+    facts, clusters = host_facts(), []
     with ExitStack() as stack:
         names = stack.enter_context(
             two_namespaces(SUBNET, options.rate, BUCKET) if options.rate else nullcontext([])
@@ -273,14 +273,7 @@ def main() -> None:
             world, hosts = map(int, words.split("x"))
             clusters.append(run_cluster(world, 2 if options.rate else hosts, options, names))
             show(clusters[-1])
-    facts = {
-        "cores": len(os.sched_getaffinity(0)),
-        "machine": platform.machine(),
-        "torch": torch.__version__,
-        "rounds": options.rounds,
-        "rate": options.rate,
-        "clusters": clusters,
-    }
+    facts |= {"rounds": options.rounds, "rate": options.rate, "clusters": clusters}
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / f"many-ranks-{facts['cores']}.json").write_text(json.dumps(facts, indent=1) + "\n")
 

@@ -8,8 +8,6 @@ runs in the simulator, through the same cores.
 from __future__ import annotations
 
 import json
-import os
-import platform
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ import manyhands as mh
 from consistency import BOUNDS
 from manyhands.foresight.simulate.driver import simulate
 from manyhands.foresight.simulate.simulated_spec import ComputeModel, SimulationSpec
+from manyhands.lab.bench.harness import host_facts
 
 WORKERS, ROUNDS = 4, {"permanent": 60, "passing": 150}
 STEP_S, FACTOR, PROBABILITY = 0.02, 5.0, 0.1
@@ -79,10 +78,7 @@ def main() -> None:
     """Measure, print and keep."""
     result: dict[str, Any] = {
         "benchmark": "stragglers",
-        "cores": len(os.sched_getaffinity(0)),
-        "machine": platform.machine(),
-        "torch": torch.__version__,
-        "load_before": os.getloadavg()[0],
+        **host_facts(),
         "workers": WORKERS,
         "step_s": STEP_S,
         "factor": FACTOR,
