@@ -31,7 +31,24 @@ from manyhands.errors import UserError
 __all__ = ["FTRL", "LAMB", "ProximalSGD"]
 
 
-class FTRL(Optimizer):
+class _EachAlone(Optimizer):
+    """Updates one parameter after another, by its gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Take one step; a closure is called first, with gradients, and its loss returned."""
+        loss = _loss_of(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+        return loss
+
+    def _update(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class FTRL(_EachAlone):
     """`lr`, `beta`, `l1` and `l2` are the paper's α, β, λ1 and λ2. State: `z` and `n` (Σg²).
 
     A group keeps the lr that it was made with as `alpha`, for which its state is kept.
@@ -58,16 +75,6 @@ class FTRL(Optimizer):
         z = -weight * nearness - weight.sign() * settings["l1"]
         return {"z": z, "n": torch.zeros_like(weight)}
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step; a closure is called first, with gradients, and its loss returned."""
-        loss = _loss_of(closure)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
-        return loss
-
     def _update(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         beta, l1, l2 = group["beta"], group["l1"], group["l2"]
         state = self.state[weight]
@@ -88,7 +95,7 @@ class FTRL(Optimizer):
             z.addcmul_(now - root / first_alpha, weight)
 
 
-class ProximalSGD(Optimizer):
+class ProximalSGD(_EachAlone):
     """`lr` and `l1` are α and l1 above; there is no state."""
 
     def __init__(self, params: Any, lr: float = 0.1, l1: float = 0.0) -> None:
@@ -97,16 +104,9 @@ class ProximalSGD(Optimizer):
         _require_penalty("l1", l1)
         super().__init__(params, {"lr": lr, "l1": l1})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step; a closure is called first, with gradients, and its loss returned."""
-        loss = _loss_of(closure)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    moved = parameter - group["lr"] * parameter.grad
-                    parameter.copy_(torch.nn.functional.softshrink(moved, float(group["lr"]) * group["l1"]))
-        return loss
+    def _update(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        moved = weight - group["lr"] * gradient
+        weight.copy_(torch.nn.functional.softshrink(moved, float(group["lr"]) * group["l1"]))
 
 
 class LAMB(Optimizer):

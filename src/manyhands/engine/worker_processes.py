@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from manyhands.places.external.process_group import GroupMember, ProcessGroup
     from manyhands.transport.liveness import RendezvousStore
 
-__all__ = ["ExchangeTraining", "ProcessTraining", "Train", "WorkerJob", "exchanging"]
+__all__ = ["ExchangeTraining", "ProcessTraining", "Train", "WorkerJob", "exchanging", "training_by"]
 
 # Trains from a checkpoint or from nothing, and gives what else there is to report
 Train = Callable[[Loaded | None], tuple[Trained, Mapping[str, Any]]]
@@ -280,22 +280,32 @@ class ExchangeTraining(ProcessTraining):
         return cls.exchange_across_hosts(strategy.across_hosts(resources.hosts), resources)[0]
 
     @classmethod
-    @contextmanager
     def worker(
         cls,
         job: WorkerJob,
         resources: Resources,
         worker_context: WorkerContext,
         checkpoints: CheckpointStore | None,
-    ) -> Iterator[Train]:
-        with closing(cls.end(job.strategy, resources)) as exchange:
+    ) -> AbstractContextManager[Train]:
+        return training_by(cls.end(job.strategy, resources), job.plan, worker_context, checkpoints)
 
-            def train(start: Loaded | None) -> tuple[Trained, Mapping[str, Any]]:
-                trainer = Trainer(job.plan, exchange, worker_context, checkpoints)
-                trained = trainer.run(start)
-                return trained, {"sent": trainer.sent().to_dict(), **exchange.summary()}
 
-            yield train
+@contextmanager
+def training_by(
+    exchange: Exchange,
+    plan: TrainingPlan,
+    worker_context: WorkerContext,
+    checkpoints: CheckpointStore | None,
+) -> Iterator[Train]:
+    """One worker's trainer with this exchange, which is closed at the end."""
+    with closing(exchange):
+
+        def train(start: Loaded | None) -> tuple[Trained, Mapping[str, Any]]:
+            trainer = Trainer(plan, exchange, worker_context, checkpoints)
+            trained = trainer.run(start)
+            return trained, {"sent": trainer.sent().to_dict(), **exchange.summary()}
+
+        yield train
 
 
 def loop_exchange(strategy: Strategy, resources: Resources) -> Exchange:

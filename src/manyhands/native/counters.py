@@ -6,7 +6,7 @@ from manyhands.native.atomics import add_i64, load_i64, store_i64
 from manyhands.native.decorators import njit
 from manyhands.native.segment import CACHE_LINE, Segment
 
-__all__ = ["Counter"]
+__all__ = ["Counter", "load", "store"]
 
 
 class Counter:
@@ -26,10 +26,10 @@ class Counter:
         return cls(segment.address + offset, segment)
 
     def get(self) -> int:  # with acquire order: all that was written before it was set is visible
-        return int(_load(self.address))
+        return int(load(self.address))
 
     def set(self, value: int) -> None:
-        _store(self.address, value)
+        store(self.address, value)
 
     def add(self, value: int = 1) -> int:
         """Add to the number; returns what it was before."""
@@ -37,12 +37,12 @@ class Counter:
 
 
 @njit("int64(int64)", nogil=True, cache=True)
-def _load(address: int) -> int:
+def load(address: int) -> int:
     return load_i64(address)  # type: ignore[no-any-return]
 
 
 @njit("void(int64, int64)", nogil=True, cache=True)
-def _store(address: int, value: int) -> None:
+def store(address: int, value: int) -> None:
     store_i64(address, value)
 
 

@@ -37,7 +37,7 @@ from manyhands.engine.desync_check import Agreement
 from manyhands.engine.exchange import BatchPiece, Exchange, LocalStep, PeerTraffic, Traffic
 from manyhands.engine.reporting import StepBook, WorkerContext
 from manyhands.errors import UserError
-from manyhands.interop.own_loop.readings import Draws, Readings, Turn
+from manyhands.interop.own_loop.readings import Draws, Readings, Turn, draw_from
 from manyhands.interop.own_loop.small_sums import BufferKeeper, Call, CopyWords, Word, Words, require_same
 from manyhands.interop.own_loop.whole_states import WholeStates
 from manyhands.native.heap import keep_freed_memory
@@ -300,16 +300,7 @@ class Rounds:
         mine = [torch.get_rng_state(), *(generator.get_state() for generator in generators)]
         states = torch.cat(mine)
         self.words.broadcast(states)
-        if self.rank == 0:
-            return draw()
-        shared, *others = torch.split(states, [len(state) for state in mine])
-        for generator, state in zip(generators, others, strict=True):
-            generator.set_state(state.clone())
-        torch.set_rng_state(shared.clone())
-        try:
-            return draw()
-        finally:
-            torch.set_rng_state(mine[0])
+        return draw() if self.rank == 0 else draw_from(states, draw, mine, generators)
 
     def count_reading(self) -> None:
         """A prepared loader is about to be read."""

@@ -30,7 +30,7 @@ from manyhands.engine.loop_end import GroupStore, LoopEnd, changed_settings, pla
 from manyhands.engine.reporting import WorkerContext
 from manyhands.errors import UserError
 from manyhands.interop.own_loop.backward_rounds import GradientWatch, Rounds
-from manyhands.interop.own_loop.readings import Draws, LoaderPart, LoaderReading, Readings, Turn
+from manyhands.interop.own_loop.readings import Draws, LoaderPart, LoaderReading, Readings, Turn, draw_from
 from manyhands.interop.own_loop.small_sums import AloneCollective, Call, Word, Words, require_same
 
 __all__ = ["FreeRounds", "StoreWords"]
@@ -228,15 +228,7 @@ class FreeRounds(Rounds):
         """Call `draw` as if torch's random numbers, and these generators, were those of the group."""
         mine = [torch.get_rng_state(), *(generator.get_state() for generator in generators)]
         states = _unpacked(self._agreed(_packed(torch.cat(mine))))
-        shared, *others = torch.split(states, [len(state) for state in mine])
-        for generator, state in zip(generators, others, strict=True):
-            generator.set_state(state.clone())
-        torch.set_rng_state(shared.clone())
-        try:
-            return draw()
-        finally:
-            if self.rank:
-                torch.set_rng_state(mine[0])
+        return draw() if self.rank == 0 else draw_from(states, draw, mine, generators)
 
     def worker_0s_draws(self) -> Draws:
         return Draws.from_content(_unpacked(self._agreed(_packed(Draws().content()))))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -14,7 +14,18 @@ from torch.utils.data import DataLoader
 
 from manyhands.data.randomness import GENERATORS
 
-__all__ = ["END", "FILLERS", "Draws", "LoaderPart", "LoaderReading", "Move", "Readings", "Turn", "remade"]
+__all__ = [
+    "END",
+    "FILLERS",
+    "Draws",
+    "LoaderPart",
+    "LoaderReading",
+    "Move",
+    "Readings",
+    "Turn",
+    "draw_from",
+    "remade",
+]
 
 _WORDS: Final = 625  # of Python's generator: 624 and a position
 _KEYS: Final = 624  # of numpy's
@@ -75,6 +86,23 @@ class Draws:
         for (take, put), first, state in zip(GENERATORS, self._first, self._states, strict=True):
             if _equal(take(), first):
                 put(state)
+
+
+def draw_from(
+    states: torch.Tensor,
+    draw: Callable[[], Any],
+    own: Sequence[torch.Tensor],
+    generators: Sequence[torch.Generator],
+) -> Any:
+    """Call `draw` with another worker's `states` of torch's generator, which has its `own` afterwards, and these."""
+    of_torch, *others = torch.split(states, [len(state) for state in own])
+    for generator, state in zip(generators, others, strict=True):
+        generator.set_state(state.clone())
+    torch.set_rng_state(of_torch.clone())
+    try:
+        return draw()
+    finally:
+        torch.set_rng_state(own[0])
 
 
 def _equal(one: Any, other: Any) -> bool:

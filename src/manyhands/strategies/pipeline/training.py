@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from manyhands.data.store.checkpoint import CheckpointStore, Loaded
+from manyhands.data.store.checkpoint import CheckpointStore
 from manyhands.engine.computing import TrainingPlan
 from manyhands.engine.exchange import Exchange, Resources
 from manyhands.engine.reporting import WorkerContext
 from manyhands.engine.request import Request
-from manyhands.engine.worker import Trained, Trainer
-from manyhands.engine.worker_processes import ProcessTraining, Train, WorkerJob
+from manyhands.engine.worker_processes import ProcessTraining, Train, WorkerJob, training_by
 from manyhands.places.local.template import expect
 from manyhands.strategies.pipeline.exchange import PipelineExchange, check_model
 from manyhands.strategies.pipeline.pipeline_loop import PipelineLoop
@@ -50,24 +49,17 @@ class PipelineTraining(ProcessTraining):
         return PipelineLoop(strategy, resources)
 
     @classmethod
-    @contextmanager
     def worker(
         cls,
         job: WorkerJob,
         resources: Resources,
         worker_context: WorkerContext,
         checkpoints: CheckpointStore | None,
-    ) -> Iterator[Train]:
+    ) -> AbstractContextManager[Train]:
         assert isinstance(job.strategy, Pipeline), "the registry leads here from its own word"
         plan = in_microbatches(job.plan, job.strategy)
-        with closing(PipelineExchange(job.strategy, resources, plan, worker_context.mark)) as exchange:
-
-            def train(start: Loaded | None) -> tuple[Trained, Mapping[str, Any]]:
-                trainer = Trainer(plan, exchange, worker_context, checkpoints)
-                trained = trainer.run(start)
-                return trained, {"sent": trainer.sent().to_dict(), **exchange.summary()}
-
-            yield train
+        exchange = PipelineExchange(job.strategy, resources, plan, worker_context.mark)
+        return training_by(exchange, plan, worker_context, checkpoints)
 
 
 def in_microbatches(plan: TrainingPlan, strategy: Pipeline) -> TrainingPlan:

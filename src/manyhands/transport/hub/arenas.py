@@ -19,8 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
-from manyhands.native.atomics import load_i64, store_i64
-from manyhands.native.decorators import njit
+from manyhands.native.counters import load, store
 from manyhands.native.segment import CACHE_LINE, PAGE, Segment, round_up
 from manyhands.transport.messages import ProtocolError
 
@@ -29,16 +28,6 @@ __all__ = ["ArenaReader", "Arenas"]
 _ALIGNMENT: Final = 64  # of every payload, as of numpy's and torch's allocations
 _ENDS: Final = 2
 _LEAST_BYTES: Final = _ENDS * PAGE + PAGE
-
-
-@njit("int64(int64)", nogil=True, cache=True)
-def _load(address: int) -> int:
-    return load_i64(address)  # type: ignore[no-any-return]
-
-
-@njit("void(int64, int64)", nogil=True, cache=True)
-def _store(address: int, value: int) -> None:
-    store_i64(address, value)
 
 
 class Arenas:
@@ -80,7 +69,7 @@ class ArenaWriter:
         """Copy the parts one behind the other; return their position, or -1 if there is no space."""
         capacity = len(self._arena)
         begin, end = _placed(self._written, num_bytes, capacity)
-        released = _load(self._released)
+        released = load(self._released)
         empty = released == self._written  # then the bytes skipped at the end need no space
         if num_bytes > capacity or released > self._written or (end - released > capacity and not empty):
             return -1
@@ -136,7 +125,7 @@ class ArenaReader:
             first = self._held.popleft()
             self._given_back.remove(first)
             self._released = self._ends.pop(first)
-        _store(self._word, self._released)
+        store(self._word, self._released)
 
     def close(self) -> None:
         self._ends.clear()
