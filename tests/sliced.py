@@ -18,10 +18,24 @@ from manyhands.strategies.common.grid.grid_group import LinkGroup
 from manyhands.strategies.common.grid.grid_layout import Grid
 from manyhands.strategies.tensor.exchange import TensorExchange
 from manyhands.strategies.tensor.slicing import Sliced, slice_modules
-from manyhands.strategies.tensor.slicing_plan import Slicing
+from manyhands.strategies.tensor.slicing_plan import Slicing, find_plan
 from manyhands.transport.link.simulated_network import SimulatedNetwork
 
 EXACT = 1e-12
+SLICES = [1, 2, 3, 4]
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def words(model: nn.Module, slices: int = 2) -> dict[str, str]:
+    return {name: str(how) for name, how in find_plan(model, slices).items()}
+
+
+def reduced(num_bytes: int, slices: int) -> int:
+    """What each slice sends for an all-reduce of so many bytes, by the documentation's formula."""
+    return num_bytes * (slices - 1) if num_bytes <= 128 << 10 else 2 * num_bytes * (slices - 1) // slices
 
 
 def together(world: int, work: Callable[[LinkGroup], Any]) -> list[Any]:
