@@ -21,7 +21,8 @@ from manyhands.engine.exchange import SingleExchange
 from manyhands.engine.worker import Trainer
 from manyhands.errors import NonFinite, UserError
 from manyhands.strategies.common.sharding.layer_units import REST
-from manyhands.strategies.single.offload import OffloadedTensors, OffloadExchange, ThreadMover
+from manyhands.strategies.single.movers import ThreadMover
+from manyhands.strategies.single.offload import OffloadedTensors, OffloadExchange
 from manyhands.strategies.single.strategy import Budget, UnitBytes, plan_budget
 from manyhands.strategy import Strategy
 from manyhands.workloads.language.gpt import GPT
@@ -102,6 +103,19 @@ def test_what_is_on_the_device_stays_within_the_limit(layers: int, limit: int, m
     with closing(Counted(limit, torch.device("cpu"))) as exchange:
         Trainer(plan, exchange, Silent()).run()
         assert 0.25 * limit < exchange.peak <= 0.86 * limit
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"clip_norm": 1.0, "microbatches": 2}], ids=["in backward", "two passes"]
+)
+def test_blocks_are_computed_again(more: dict[str, Any]) -> None:
+    one, options = task(**more), mh.Options(recompute=True)
+    plain = mh.fit(one, "single", steps=STEPS, options=options)
+    limited = mh.fit(one, "single device_memory=330KiB", steps=STEPS, options=options)
+    if more:
+        assert distance(limited.model.state_dict(), plain.model.state_dict()) < 1e-12
+    else:
+        assert same_bits(limited.model.state_dict(), plain.model.state_dict())
 
 
 # torch says so once on processors without instructions for bfloat16, and computes all the same.

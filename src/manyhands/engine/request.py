@@ -207,14 +207,15 @@ def _check_options(task: AnyTask, strategy: Strategy, workers: int, options: Opt
 def _compiles(strategy: Strategy, options: Options) -> bool | None:
     """Whether a run compiles that leaves it open; None: where it is on a GPU."""
     in_this_process = strategy.truth is Truth.ONE_PROCESS  # where torch finds the names that functions use
-    return (
-        None if in_this_process and _has_whole_model(strategy) and options.buffers != SYNCHRONIZE else False
-    )
+    cannot = strategy.facts.cannot_compile or options.buffers == SYNCHRONIZE
+    return None if in_this_process and not cannot else False
 
 
 def _has_whole_model(strategy: Strategy) -> bool:
-    """Whether every worker has the whole model, all the time."""
-    return strategy.truth in (Truth.ONE_PROCESS, Truth.EVERYONE) and not strategy.facts.cannot_compile
+    """Whether every worker computes with the whole model, of which one process may have some layers at a time."""
+    if strategy.truth is Truth.ONE_PROCESS:
+        return True
+    return strategy.truth is Truth.EVERYONE and not strategy.facts.cannot_compile
 
 
 def _profilers(options: Options) -> list[TorchProfiler]:

@@ -75,6 +75,7 @@ def run_session(
         session = _Session(request, directory, done, drive)
         path = directory.path if directory is not None else None
         config, history = request.config(model), session.history
+        del model  # large ones need its memory: the worker that trains builds its own
         try:
             session.listeners.begin(Beginning(config=config, history=history, resumed=resume, path=path))
             run = session.train(training)

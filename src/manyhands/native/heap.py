@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-__all__ = ["freed_memory_kept", "keep_freed_memory"]
+__all__ = ["freed_memory_kept", "give_back_freed_memory", "keep_freed_memory"]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # from malloc.h
 _NEVER = -1
@@ -38,7 +38,14 @@ def freed_memory_kept() -> Iterator[None]:
     finally:
         learned = {_M_MMAP_THRESHOLD: _LEARNED_MMAP, _M_TRIM_THRESHOLD: _LEARNED_TRIM}
         if _tell({**learned, _M_MMAP_MAX: _USUAL_MMAPS}):
-            ctypes.CDLL(None).malloc_trim(0)
+            give_back_freed_memory()
+
+
+def give_back_freed_memory() -> None:
+    """What is free now goes back to the kernel, also where later memory is kept."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _tell(settings: Mapping[int, int]) -> bool:

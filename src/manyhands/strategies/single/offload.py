@@ -13,15 +13,10 @@ clipped, or accumulate over several backwards, they are kept in host memory and 
 
 from __future__ import annotations
 
-import os
-import tempfile
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,15 +25,16 @@ from torch.optim import Optimizer
 from manyhands.engine.computing import Computed, Computer
 from manyhands.engine.exchange import Exchange, GradientParts, LocalStep, SharedStep, WorkerPart
 from manyhands.errors import UserError
+from manyhands.native.heap import give_back_freed_memory
 from manyhands.strategies.common.sharding import layer_units
 from manyhands.strategies.common.sharding.layer_units import Unit, UnitMemory, move_buffers, units_of
 from manyhands.strategies.common.sharding.optimizers import kept_by, stepping_for
+from manyhands.strategies.single.movers import HOST, Move, Mover, StreamMover, ThreadMover, mapped_file
 from manyhands.strategies.single.strategy import Single, UnitBytes, plan_budget
 from manyhands.wire.tap import GradientTap
 
-__all__ = ["Move", "OffloadExchange", "OffloadedTensors", "StreamMover", "ThreadMover"]
+__all__ = ["OffloadExchange", "OffloadedTensors"]
 
-HOST = "host"
 _SMALLEST_MOVED = 1 << 12  # bytes of a saved tensor that is worth moving
 
 
@@ -84,12 +80,16 @@ class OffloadExchange(Exchange):
             for unit in units
         ]
         budget = plan_budget(self._limit, sizes, sum(buffer.nbytes for buffer in model.buffers()))
-        memories = [UnitMemory(unit, self._device) for unit in units]
-        self._layers = [_Layer(memory, self._mover, self._place, optimizer) for memory in memories]
+        for unit in units:  # one after another: the device never has all of them
+            memory = UnitMemory(unit, self._device)
+            self._layers.append(_Layer(memory, self._mover, self._place, optimizer))
+        give_back_freed_memory()  # in which the model was built
         move_buffers(model, self._device)
         lasting = [unit.number for unit in units if unit.module is None]
         self._flow = layer_units.UnitFlow(len(units), lasting, ahead=budget.ahead)
-        self._visits = layer_units.UnitVisits(model, memories, self._flow, self._carry_out)
+        self._visits = layer_units.UnitVisits(
+            model, [layer.memory for layer in self._layers], self._flow, self._carry_out
+        )
         self._places = [(layer, number) for layer in self._layers for number in layer.unit.trained]
         parameters = [layer.unit.parameters[number] for layer, number in self._places]
         self._attached.callback(self._show_host_values)
@@ -137,15 +137,11 @@ class OffloadExchange(Exchange):
 
     def _waiting(self) -> list[Tensor]:
         self._mover.finish()
-        return [gradient for layer in self._layers for gradient in layer.waiting.values()]
+        return [layer.gradients[number] for layer in self._layers for number in layer.waiting]
 
     def apply(self) -> None:
         for layer in self._layers:
             if layer.waiting:
-                for number, gradient in layer.waiting.items():
-                    parameter = layer.unit.parameters[number]
-                    parameter.grad = gradient.to(parameter.device)
-                layer.waiting.clear()
                 self._step(layer)
 
     def optimizer_state(self) -> dict[str, Any] | None:
@@ -185,6 +181,7 @@ class OffloadExchange(Exchange):
                         self._step(self._layers[unit])
                     else:
                         self._layers[unit].keep_gradients()
+                        self._left.append(self._layers[unit])
                 case layer_units.Release(unit):
                     self._layers[unit].let_go()
 
@@ -203,8 +200,8 @@ class OffloadExchange(Exchange):
         """Wait until the memory of the layer before the last is free: the host runs ahead of a GPU."""
         while len(self._left) > 1:
             move = self._left.popleft().leaving
-            assert move is not None, "it was stepped"
-            move.finish()
+            if move is not None:
+                move.finish()
 
     def _on_gradient(self, index: int, _parameter: Tensor) -> None:
         layer, number = self._places[index]
@@ -226,14 +223,15 @@ class _Layer:
     def __init__(self, memory: UnitMemory, mover: Mover, place: str, optimizer: Optimizer) -> None:
         self.memory, self._mover, self._place = memory, mover, place
         self.unit: Unit = memory.unit
-        self._rows = [_room(flat, mover, place) for flat in memory.flats]
+        self._rows = [self._room(flat) for flat in memory.flats]
         self._on_host: dict[tuple[nn.Parameter, str], Tensor] = {}
         self._here: dict[tuple[nn.Parameter, str], Tensor] = {}
         self._coming: list[Move] = []
         self.leaving: Move | None = None  # the last copy to the host
         self.missing = set(self.unit.trained)  # the parameters without a gradient in this step
         self.has_gradient = False  # whether gradients have come that were not used
-        self.waiting: dict[int, Tensor] = {}  # gradients kept in host memory, by parameter number
+        self.gradients: dict[int, Tensor] = {}  # room for gradients in host memory, by parameter number
+        self.waiting = set[int]()  # those that are there
         for value, parameter in zip(self.host_values(), self.unit.parameters, strict=True):
             value.copy_(parameter.detach())
         memory.adopt()
@@ -268,22 +266,30 @@ class _Layer:
         self._here.clear()
 
     def keep_gradients(self) -> None:
+        pairs = []
         for number in self.unit.trained:
             parameter = self.unit.parameters[number]
             gradient, parameter.grad = parameter.grad, None
             if gradient is None:
                 continue
-            on_host = gradient.cpu()
             if number in self.waiting:
-                self.waiting[number] += on_host
-            else:
-                self.waiting[number] = on_host.clone() if on_host is gradient else on_host
+                self._mover.finish()
+                self.gradients[number] += gradient.cpu()
+                continue
+            if number not in self.gradients:
+                self.gradients[number] = self._mover.lasting_room(gradient)
+            pairs.append((gradient, self.gradients[number]))
+            self.waiting.add(number)
+        if pairs:
+            self.leaving = self._mover.take(pairs)
         self._begin_gradient()
 
     def step(self, optimizer: Optimizer) -> None:
         """Step this layer alone with the optimizer, on the device, and begin to copy everything back."""
         if self._on_host and not self._here:
             self._coming.append(self._mover.bring(self._room_for_state(), self.leaving))
+        if self.waiting:
+            self._coming.append(self._mover.bring(self._room_for_gradients(), self.leaving))
         self.arrive()
         own = set(self.unit.parameters)
         shown = [group["params"] for group in optimizer.param_groups]
@@ -313,7 +319,7 @@ class _Layer:
                 continue  # a count of steps
             key = (parameter, name)
             if key not in self._on_host:
-                self._on_host[key] = _room(value, self._mover, self._place)
+                self._on_host[key] = self._room(value)
             if copy_now:
                 self._on_host[key].copy_(value)
             else:
@@ -325,6 +331,18 @@ class _Layer:
         device = self.memory.flats[0].device
         self._here = {key: torch.empty_like(value, device=device) for key, value in self._on_host.items()}
         return [(self._on_host[key], here) for key, here in self._here.items()]
+
+    def _room_for_gradients(self) -> list[tuple[Tensor, Tensor]]:
+        pairs = []
+        for number in self.waiting:
+            parameter = self.unit.parameters[number]
+            parameter.grad = torch.empty_like(self.gradients[number], device=parameter.device)
+            pairs.append((self.gradients[number], parameter.grad))
+        self.waiting.clear()
+        return pairs
+
+    def _room(self, like: Tensor) -> Tensor:
+        return self._mover.lasting_room(like) if self._place == HOST else mapped_file(like, self._place)
 
     def _begin_gradient(self) -> None:
         self.missing, self.has_gradient = set(self.unit.trained), False
@@ -375,126 +393,3 @@ class _Offloaded(NamedTuple):
     host: Tensor
     move: Move
     device: torch.device
-
-
-def _room(like: Tensor, mover: Mover, place: str) -> Tensor:
-    if place == HOST:
-        return mover.room(like)
-    if not like.numel():
-        return torch.empty(like.shape, dtype=like.dtype)
-    descriptor, path = tempfile.mkstemp(prefix="manyhands-", dir=place)
-    try:
-        os.ftruncate(descriptor, like.nbytes)
-        flat = torch.from_file(path, shared=True, size=like.numel(), dtype=like.dtype)
-    finally:
-        os.close(descriptor)
-        with suppress(OSError):
-            Path(path).unlink()  # the mapping keeps the memory
-    return flat.view(like.shape)
-
-
-# Background copies between a device and host memory: on streams of a GPU, or in a thread.
-
-Pair: TypeAlias = tuple[Tensor, Tensor]  # source and target of a copy
-
-
-class Move(NamedTuple):
-    """Copies that were begun."""
-
-    before_next: Callable[[], object]  # order whatever is computed from now on after these copies
-    finish: Callable[[], object]
-    """Wait until the copies are done: the host may then read and write the tensors."""
-    event: torch.cuda.Event | None = None
-
-
-class Mover(ABC):
-    """Copies between the host and a device; copies in one direction are done in order."""
-
-    pins: ClassVar[bool]  # whether host memory is pinned
-    frees_late: ClassVar[bool]
-    """Whether a source may be freed during its copy, because its memory is not reused before that is done."""
-
-    @abstractmethod
-    def bring(self, pairs: Sequence[Pair], after: Move | None = None) -> Move:
-        """Begin to copy from host to device, after another move, and after what was computed in that memory."""
-
-    @abstractmethod
-    def take(self, pairs: Sequence[Pair]) -> Move:
-        """Begin to copy from device to host, after everything computed so far."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Wait until all copies are done: the host may then read the tensors."""
-
-    def room(self, like: Tensor) -> Tensor:
-        """Allocate host memory for the contents of a device tensor; pinned, copies from it to a GPU are fast."""
-        return torch.empty(like.shape, dtype=like.dtype, pin_memory=self.pins)
-
-    def close(self) -> None:
-        self.finish()
-
-
-class ThreadMover(Mover):
-    """Copies in a thread, if the device is the host itself."""
-
-    pins = frees_late = False
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="manyhands mover")
-        self._last: Move | None = None
-
-    def bring(self, pairs: Sequence[Pair], _after: Move | None = None) -> Move:
-        return self.take(pairs)
-
-    def take(self, pairs: Sequence[Pair]) -> Move:
-        done = self._thread.submit(_copy, pairs).result  # the computing thread waits for it
-        self._last = Move(done, done)
-        return self._last
-
-    def finish(self) -> None:
-        if self._last is not None:
-            self._last.finish()
-
-    def close(self) -> None:
-        self._thread.shutdown()
-
-
-class StreamMover(Mover):
-    """Copies on one GPU stream per direction, to and from pinned host memory."""
-
-    pins = frees_late = True
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._in = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def bring(self, pairs: Sequence[Pair], after: Move | None = None) -> Move:
-        self._in.wait_stream(torch.cuda.current_stream(self._device))
-        if after is not None and after.event is not None:
-            self._in.wait_event(after.event)
-        return self._begin(self._in, pairs)
-
-    def take(self, pairs: Sequence[Pair]) -> Move:
-        """Copy after what was computed; memory freed meanwhile is not reused before the copy has ended."""
-        self._out.wait_stream(torch.cuda.current_stream(self._device))
-        for source, _ in pairs:
-            source.record_stream(self._out)
-        return self._begin(self._out, pairs)
-
-    def finish(self) -> None:
-        self._in.synchronize()
-        self._out.synchronize()
-
-    def _begin(self, stream: torch.cuda.Stream, pairs: Sequence[Pair]) -> Move:
-        with torch.cuda.stream(stream):
-            _copy(pairs)
-            done = stream.record_event()
-        # The computing stream waits for it, not the host.
-        return Move(lambda: torch.cuda.current_stream(self._device).wait_event(done), done.synchronize, done)
-
-
-@torch.no_grad()
-def _copy(pairs: Sequence[Pair]) -> None:
-    for source, target in pairs:
-        target.copy_(source, non_blocking=True)

@@ -22,6 +22,7 @@ class SingleTraining(Training):
     """Trains in the caller's process; starts no process and shares nothing."""
 
     def run(self, stage: Stage) -> Result:
+        del self._model  # the trainer builds its own, and a large one is not in memory twice
         with EventRing.create(role=0) as ring, stage.collector({"worker-0": ring}) as collector:
             with stage.view(collector):
                 worker_context = _Here(ring, stage)
