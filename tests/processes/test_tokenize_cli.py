@@ -9,13 +9,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import warm
+from kills import await_that
 from manyhands.workloads.text.token_files import TokenFiles, shard_name
 
 tokenizers = pytest.importorskip("tokenizers", reason="the extra manyhands[text] is not installed")
@@ -121,11 +121,9 @@ def test_killed_and_continued(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "manyhands", "tokenize", *files, "--out", str(out)]
     with warm.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         try:
-            deadline = time.monotonic() + 60
-            while not (out / shard_name(4)).exists():
-                assert process.poll() is None, process.stderr and process.stderr.read()
-                assert time.monotonic() < deadline
-                time.sleep(0.002)
+            written, ended = (out / shard_name(4)).exists, process.poll
+            await_that(lambda: written() or ended() is not None, "the fifth shard", 60)
+            assert ended() is None, process.stderr and process.stderr.read()
         finally:
             process.send_signal(signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
@@ -175,10 +173,7 @@ def test_a_process_that_is_killed_is_named(tmp_path: Path) -> None:
                "--train", "bpe", "--vocabulary", "300", "--train-size", "64KiB", "--shard", "256KiB", "--workers", "2",
                "--out", str(out)]  # fmt: skip
     with warm.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 60
-        while not (out / shard_name(0)).exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
+        await_that((out / shard_name(0)).exists, "the first shard", 60)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         names = {int(child): Path(f"/proc/{child}/cmdline").read_bytes() for child in children}
         ours = [child for child, name in names.items() if b"token_worker" in name]
