@@ -28,7 +28,7 @@ def model(num_bytes: int = 10**6, apply_s: float = 0.0, consistency: str = "asyn
     )
     size = ModelFootprint(parameters=num_bytes, gradients=num_bytes, batch_size=BATCH)
     return ServerModel(
-        profile=TaskProfile(layers=(layer,), model=size, optimizer_s=apply_s),
+        profile=TaskProfile(layers=(layer,), model=size, optimizer_s=3 * apply_s, owners_s=apply_s),
         consistency=consistency,
         link=LinkRate(latency_s=LATENCY_S, bytes_per_s=1e9),
     )

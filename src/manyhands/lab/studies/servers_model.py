@@ -67,7 +67,7 @@ class ServerModel:
     def cores_s(self, workers: int) -> float:
         """Seconds of a core that one global batch takes, of all processes together."""
         parts = workers if self.in_step else 1
-        return parts * (self.profile.compute_s(parts) + self.other_s) + self.profile.optimizer_s
+        return parts * (self.profile.compute_s(parts) + self.other_s) + self.profile.by_owners_s
 
     def servers_needed(self, workers: int, enough: float = 0.9, most: int = 4096) -> int | None:
         """The fewest servers with which so many workers are nearly as fast as with any number; None: more than `most`.
@@ -90,7 +90,7 @@ def servers_by_formula(model: ServerModel, workers: int) -> int:
     parts = workers if model.in_step else 1
     hidden_s, size = model.profile.compute_s(parts), model.profile.model.gradients
     by_links = workers * size / (model.link.bytes_per_s * hidden_s)
-    by_steps = (1 if model.in_step else workers) * model.profile.optimizer_s / hidden_s
+    by_steps = (1 if model.in_step else workers) * model.profile.by_owners_s / hidden_s
     return max(1, math.ceil(by_links - 1e-9), math.ceil(by_steps - 1e-9))
 
 
@@ -129,7 +129,7 @@ def simulated_rate(model: ServerModel, workers: int, servers: int, rounds: int =
                 network=NetworkModel(
                     latency_s=model.link.latency_s, bandwidth_bytes_per_s=model.link.bytes_per_s
                 ),
-                timing=Timing(apply_s=model.profile.optimizer_s / servers),
+                timing=Timing(apply_s=model.profile.by_owners_s / servers),
                 gradient_bytes=round(model.profile.model.gradients),
                 seed=seed,
             )

@@ -272,7 +272,7 @@ def _about_far(model: ServerModel, rows: Sequence[_FarRow], options: ServersOpti
         for row in rows
     ]
     profile, size = model.profile, model.profile.model.gradients
-    link_s, apply_s = size / model.link.bytes_per_s, profile.optimizer_s
+    link_s, apply_s = size / model.link.bytes_per_s, profile.by_owners_s
     slower = "its link" if link_s > apply_s else "its optimizer"
     said = (
         f"On machines like this one with links of {options.bandwidth}, {', '.join(parts)}: one more brings less than "
@@ -419,7 +419,7 @@ def _figures(
         "options": asdict(options),
         "measured": {
             "compute_s": far.profile.compute_s(),
-            "optimizer_s": far.profile.optimizer_s,
+            "optimizer_s": far.profile.by_owners_s,
             "other_s": far.other_s,
             "gradient_bytes": far.profile.model.gradients,
         },
