@@ -31,7 +31,7 @@ from render_models import codecs_speed, language_speed, offload, pipeline_speed,
 from render_plan import auto_speed, plan_errors
 from render_public import public_tables
 from render_startup import startup_times
-from render_text import tokenizing_speed, tuning_scores
+from render_text import curves, tokenizing_speed, tuning_scores
 from render_wire import local_steps, wire_time
 from results_read import RENAMED, RESULTS, ROOT, load, markdown, show_percent, show_ratio, show_time
 
@@ -386,6 +386,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "ray actor": ray_actor,
     "events overhead": events_overhead,
     "events cost": events_cost,
+    "curves": curves,
     "desync cost": desync_cost,
     "steps": step_scaling,
     "server": server_table("server"),

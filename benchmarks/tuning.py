@@ -24,11 +24,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from sklearn.feature_extraction.text import TfidfVectorizer
-from sklearn.linear_model import LogisticRegressionCV
-from sklearn.metrics import accuracy_score, f1_score
-from sklearn.pipeline import make_pipeline
-
 import manyhands as mh
 from manyhands.workloads.language.huggingface import write_checkpoint
 from manyhands.workloads.tasks import build
@@ -85,6 +80,11 @@ def fitted(table: LabeledTexts, epochs: int, seed: int, **options: Any) -> dict[
 
 
 def by_regression(table: LabeledTexts) -> dict[str, float]:
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.linear_model import LogisticRegressionCV
+    from sklearn.metrics import accuracy_score, f1_score
+    from sklearn.pipeline import make_pipeline
+
     learned, held_out = table.split(SHARE)
     begin = time.perf_counter()
     scale = TfidfVectorizer(sublinear_tf=True)
@@ -110,6 +110,8 @@ def by_regression(table: LabeledTexts) -> dict[str, float]:
 
 
 def by_frequency(table: LabeledTexts) -> dict[str, float]:
+    from sklearn.metrics import accuracy_score, f1_score
+
     learned, held_out = table.split(SHARE)
     ((most, _),) = Counter(row.label for row in learned).most_common(1)
     own = [row.label for row in held_out]
