@@ -200,8 +200,11 @@ class Ps(Strategy):
         return [*found, *(cls(servers=count, replicas=1) for count in counts if survives and count > 1)]
 
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
-        """Servers keep shards and step them; a worker has its parameters, or all read one copy."""
+        """Servers keep shards and step them, by a sum where many push for one step; a worker has its parameters, or all
+        read one copy.
+        """
         servers = self.num_server_processes
+        adds = self.consistency.stepwise and workers > 1
         in_place = self.reads_in_place
         worker = WorkerMemory(
             who="worker",
@@ -219,6 +222,7 @@ class Ps(Strategy):
             who="server",
             count=servers,
             weights=model.parameters * (1 + self.replicas) // servers,
+            gradients=model.gradients * (1 + self.replicas) // servers if adds else 0,
             state=0 if self.averages else model.state * (1 + self.replicas) // servers,
         )
         read = WorkerMemory(who="shared by all", weights=model.parameters)
