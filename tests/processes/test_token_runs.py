@@ -24,6 +24,7 @@ from manyhands.workloads.tasks import build
 from manyhands.workloads.text.documents import Documents
 from manyhands.workloads.text.masking import IGNORED, Masking
 from manyhands.workloads.text.packing import MaskedDocuments
+from manyhands.workloads.text.span_pairs import SpanPairs
 from manyhands.workloads.text.token_files import TokenFiles, shard_name
 from manyhands.workloads.text.tokenizing import TokenizerChoice, tokenize
 
@@ -51,6 +52,55 @@ def command(*words: Any) -> str:
 def losses(run: Path) -> dict[int, float]:
     rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+@pytest.mark.parametrize("kind", ["next", "order"])
+def test_two_spans_of_a_row_are_in_order_or_apart(kind: str, tmp_path: Path) -> None:
+    files = TokenFiles(folder_of(tmp_path, "wordpiece"))
+    text, rows = np.asarray(files.shard(0).tokens), SpanPairs(files, 16, Masking.of(files.tokenizer), kind)
+    indices = np.arange(len(rows))
+    seen = []
+    for epoch in (0, 1):
+        batch = rows.batch(indices, epoch)
+        whole = batch["tokens"].scatter(1, batch["places"], batch["labels"]).numpy()
+        assert (batch["segments"] == torch.tensor([0] * 8 + [1] * 7)).all()
+        for number, (row, apart) in enumerate(zip(whole, batch["apart"].tolist(), strict=True)):
+            first, second = text[number * 12 :][:6].tolist(), text[number * 12 + 6 :][:6].tolist()
+            ends = [files.tokenizer.require_id(token) for token in ("[CLS]", "[SEP]")]
+            if not apart:
+                assert row.tolist() == [ends[0], *first, ends[1], *second, ends[1]]
+            elif kind == "order":
+                assert row.tolist() == [ends[0], *second, ends[1], *first, ends[1]]
+            else:
+                assert row[1:7].tolist() == first
+        parts = [rows.batch(part, epoch)["tokens"] for part in np.array_split(indices, 3)]
+        assert torch.equal(torch.cat(parts), batch["tokens"]), "however a batch is split"
+        seen.append(batch["apart"])
+        assert 0.4 < seen[-1].double().mean() < 0.6
+    assert not torch.equal(*seen), "drawn anew in each epoch"
+
+
+def test_spans_that_cannot_be_had_are_one_sentence(tmp_path: Path) -> None:
+    data = folder_of(tmp_path, "wordpiece")
+    for wrong in ({}, {"data": data, "rows": "documents"}):
+        with pytest.raises(
+            UserError, match=r"sentences is order; give a folder of .* as data, and leave rows out"
+        ):
+            build("bert", sentences="order", **wrong, **SIZES)
+    with pytest.raises(UserError, match="length is 4; two spans need at least 5"):
+        build("bert", sentences="order", data=data, length=4, **SIZES)
+
+
+@pytest.mark.parametrize(("strategy", "workers"), [("mirrored", 3), ("pipeline stages=2", 2), ("sharded", 2)])
+def test_both_heads_train_as_in_one_process(strategy: str, workers: int, tmp_path: Path) -> None:
+    task = build("bert", data=folder_of(tmp_path, "wordpiece"), sentences="next", **SIZES)
+    model = task.model().double()
+    task = replace(task, model=lambda: copy.deepcopy(model))
+    alone = mh.fit(task, "single", steps=6, seed=0)
+    run = mh.fit(task, strategy, workers=workers, steps=6, seed=0)
+    assert run.history.loss == pytest.approx(alone.history.loss, rel=1e-9)
+    measured = "sentence_accuracy", "masked_accuracy"
+    assert all(run.summary["final"][one] == alone.summary["final"][one] for one in measured)
 
 
 @pytest.mark.parametrize(("task", "kind"), KINDS)

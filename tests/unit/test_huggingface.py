@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import manyhands as mh
 from manyhands.cli.main import app
 from manyhands.errors import UserError
-from manyhands.workloads.language.bert import BERT, masked_loss
+from manyhands.workloads.language.bert import BERT, PairBERT, masked_loss, pair_loss
 from manyhands.workloads.language.gpt import GPT, GPTOptions
 from manyhands.workloads.language.huggingface import fill, write_checkpoint
 from manyhands.workloads.language.presets import GPT_PRESETS
@@ -86,6 +86,36 @@ def test_bert_computes_and_learns_what_theirs_does(tmp_path: Path, kind: str) ->
         optimizer.step()
     with torch.no_grad():
         torch.testing.assert_close(model(IDS), theirs(IDS).logits, rtol=0, atol=1e-5)
+
+
+def test_both_heads_of_pre_training_are_theirs(tmp_path: Path) -> None:
+    """Scores, loss and a step, read from their directory; and theirs again, read from ours."""
+    torch.manual_seed(4)
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 128}
+    dropouts = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    config = transformers.BertConfig(**sizes, **dropouts, vocab_size=50, max_position_embeddings=16)
+    theirs = transformers.BertForPreTraining(config)
+    theirs.save_pretrained(tmp_path / "theirs")
+    model = PairBERT(**SIZES)
+    fill(model, tmp_path / "theirs", model.layout, asdict(model.sizes))
+    labels, segments = IDS.where(IDS % 3 == 0, -100), (torch.arange(16) > 7).long().expand(3, 16)
+    batch = {"tokens": IDS, "places": torch.arange(16).expand(3, 16), "labels": labels}
+    batch |= {"segments": segments, "apart": torch.tensor([0, 1, 1])}
+    loss = pair_loss(model, batch)
+    expected = theirs(IDS, token_type_ids=segments, labels=labels, next_sentence_label=batch["apart"])
+    torch.testing.assert_close(loss, expected.loss, rtol=0, atol=1e-5)
+    for one, its in ((model, loss), (theirs, expected.loss)):
+        optimizer = torch.optim.AdamW(one.parameters(), lr=1e-2)
+        its.backward()
+        optimizer.step()
+    write_checkpoint(model, tmp_path / "ours")
+    read = transformers.BertForPreTraining.from_pretrained(tmp_path / "ours")
+    with torch.no_grad():
+        found = model(IDS, segments=segments)
+        for other in (theirs, read):
+            wanted = other(IDS, token_type_ids=segments)
+            torch.testing.assert_close(found[0], wanted.prediction_logits, rtol=0, atol=1e-5)
+            torch.testing.assert_close(found[1], wanted.seq_relationship_logits, rtol=0, atol=1e-5)
 
 
 def test_both_begin_with_weights_of_the_same_spread() -> None:

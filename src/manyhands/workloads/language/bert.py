@@ -7,6 +7,8 @@ written; see huggingface.py.
 A row of bytes is [CLS] bytes [SEP]. As in the paper, 15 % of its bytes are targets, of which 80 % become [MASK], 10 %
 another byte, and 10 % stay. Masks follow from (seed, epoch, row), so they are new in every epoch and the same for any
 workers. Every row has as many targets, so the mean over rows is the mean over tokens, however a batch is split.
+
+With `sentences` a row holds two spans of a text, and a second head says whether they belong together: `PairBERT`.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from manyhands.workloads.language.token_data import token_parts
 from manyhands.workloads.task_options import option
 from manyhands.workloads.text.masking import IGNORED, Masking
 from manyhands.workloads.text.packing import MaskedDocuments, MaskedWindows, tensors
+from manyhands.workloads.text.span_pairs import SpanPairs
 
 __all__ = [
     "BERT",
@@ -41,11 +44,14 @@ __all__ = [
     "BertBody",
     "BertOptions",
     "MaskedBytes",
+    "PairBERT",
+    "Pooler",
     "bert",
     "masked_accuracy",
     "masked_loss",
     "masked_losses",
     "masked_model",
+    "pair_loss",
 ]
 
 BERT_LAYOUT = CheckpointLayout(
@@ -77,6 +83,10 @@ BERT_LAYOUT = CheckpointLayout(
     ignored=r"^bert\.pooler\.|^cls\.seq_relationship\.|\.position_ids$",
 )
 
+PAIR_LAYOUT = replace(
+    BERT_LAYOUT, ignored=r"\.position_ids$", optional=r"^bert\.pooler\.|^cls\.seq_relationship\."
+)
+
 PADDING, BEGIN, END, MASK = range(4)  # [PAD], [CLS], [SEP], [MASK]; byte b is token FIRST_BYTE + b
 FIRST_BYTE = 4
 
@@ -95,12 +105,34 @@ class BertOptions(SizedOptions):
         "of --data: packed, or documents: each alone in its rows, which padding fills",
         choices=("packed", "documents"),
     )
+    sentences: str = option(
+        "none",
+        "of --data: next or order: rows have two spans; is the second the next one, or are they in order?",
+        choices=("none", "next", "order"),
+    )
+
+    def __post_init__(self) -> None:
+        SizedOptions.__post_init__(self)
+        if self.sentences != "none" and (self.rows != "packed" or self.data is None):
+            raise UserError(
+                f"sentences is {self.sentences}; give a folder of `manyhands tokenize` as data, and leave rows out"
+            )
 
 
 def bert(options: BertOptions | None = None) -> Task:
     """Fill in the masked tokens of `data`, or the masked bytes of a text file or of the Python standard library."""
     options = options or BertOptions()
     sizes, seed = options.sizes, options.mask_seed
+    if options.data is not None and options.sentences != "none":
+        parts = token_parts(
+            options,
+            lambda tokens, length: SpanPairs(
+                tokens, length, Masking.of(tokens.tokenizer, seed=seed), options.sentences
+            ),
+            PADDING,
+        )
+        task = _task(options, *parts)
+        return replace(task, loss=pair_loss, metrics={**task.metrics, "sentence_accuracy": sentence_accuracy})
     if options.data is not None:
         kind = MaskedDocuments if options.rows == "documents" else MaskedWindows
         parts = token_parts(
@@ -140,7 +172,8 @@ def _task(
 
 
 def masked_model(options: BertOptions) -> BERT:
-    return options.adapted(BERT(**asdict(options.sizes), dropout=options.dropout))
+    kind = BERT if options.sentences == "none" else PairBERT
+    return options.adapted(kind(**asdict(options.sizes), dropout=options.dropout))
 
 
 def _started(options: BertOptions) -> BERT:
@@ -181,9 +214,29 @@ def masked_losses(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _scores(model: nn.Module, batch: Any) -> Tensor:
+    if "segments" in batch:
+        return _both_scores(model, batch)[0]
     masks = {"seen": batch["seen"]} if "seen" in batch else {}
     scores: Tensor = model(batch["tokens"], places=batch["places"], **masks)
     return scores
+
+
+def _both_scores(model: nn.Module, batch: Any) -> Sequence[Tensor]:
+    both: Sequence[Tensor] = model(batch["tokens"], places=batch["places"], segments=batch["segments"])
+    return both
+
+
+def pair_loss(model: nn.Module, batch: Any) -> Tensor:
+    """The loss of the targets, and the mean cross entropy of whether the spans of each row are apart."""
+    scores, apart = _both_scores(model, batch)
+    masked = F.cross_entropy(scores.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
+    return masked + F.cross_entropy(apart, batch["apart"])
+
+
+def sentence_accuracy(model: nn.Module, batch: Any) -> Tensor:
+    """The share of the rows of which it is found whether their spans are apart."""
+    share: Tensor = (_both_scores(model, batch)[1].argmax(1) == batch["apart"]).double().mean()
+    return share
 
 
 def masked_accuracy(model: nn.Module, batch: Any) -> Tensor:
@@ -242,8 +295,69 @@ class BERT(nn.Module):
         return scores
 
 
+class PairBERT(BERT):
+    """The same with the second head of `BertForPreTraining`: whether the spans of a row belong together."""
+
+    layout: ClassVar[CheckpointLayout] = PAIR_LAYOUT
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.bert.pooler = Pooler(self.sizes.width)
+        self.cls.seq_relationship = nn.Linear(self.sizes.width, 2)
+        for layer in (self.bert.pooler.dense, self.cls.seq_relationship):
+            nn.init.normal_(layer.weight, std=0.02)
+            nn.init.zeros_(layer.bias)
+
+    def config(self) -> Mapping[str, Any]:
+        return {**super().config(), "architectures": ["BertForPreTraining"]}
+
+    def chain(self) -> Sequence[nn.Module]:
+        heads = _BothHeads(self.cls.predictions, self.bert.pooler, self.cls.seq_relationship)
+        return [self.bert.embeddings, *self.bert.encoder.layer, heads]
+
+    def forward(
+        self,
+        tokens: Tensor,
+        places: Tensor | None = None,
+        seen: Tensor | None = None,
+        segments: Tensor | None = None,
+    ) -> Any:
+        """As above; with `segments`, 0 or 1 for each token, also (batch, 2) scores: together, apart."""
+        x = self.bert.embeddings(tokens, segments)
+        for layer in self.bert.encoder.layer:
+            x = layer(x, seen)
+        scores: Tensor = self.cls.predictions(x, places)
+        return scores if segments is None else (scores, self.cls.seq_relationship(self.bert.pooler(x)))
+
+
+class _BothHeads(nn.Module):
+    """The end of the chain; its modules stay the model's own."""
+
+    def __init__(self, predictions: nn.Module, pooler: nn.Module, relationship: nn.Module) -> None:
+        super().__init__()
+        self.predictions, self.pooler, self.relationship = predictions, pooler, relationship
+
+    def forward(self, x: Tensor, places: Tensor | None = None, segments: Tensor | None = None) -> Any:
+        scores = self.predictions(x, places)
+        return scores if segments is None else (scores, self.relationship(self.pooler(x)))
+
+
+class Pooler(nn.Module):
+    """The first position, [CLS], by a linear layer and tanh: what a whole row is judged by."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled: Tensor = self.dense(x[:, 0]).tanh()
+        return pooled
+
+
 class BertBody(nn.Module):
     """Embeddings and layers, without a head."""
+
+    pooler: Pooler  # where a head reads it
 
     def __init__(self, sizes: ModelSizes, dropout: float) -> None:
         super().__init__()
@@ -259,6 +373,8 @@ class _Encoder(nn.Module):
 
 
 class _Heads(nn.Module):
+    seq_relationship: nn.Linear  # of PairBERT
+
     def __init__(self, width: int, vocabulary: int) -> None:
         super().__init__()
         self.predictions = _Predictions(width, vocabulary)
@@ -273,10 +389,11 @@ class _Embeddings(nn.Module):
         self.LayerNorm = nn.LayerNorm(sizes.width, eps=1e-12)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Embed rows of one segment each."""
+    def forward(self, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
+        """Embed rows; without `segments` all of a row is in the first."""
         require_positions(tokens.shape[1], self.position_embeddings.num_embeddings)
-        x = self.word_embeddings(tokens) + self.token_type_embeddings.weight[0]
+        kinds = self.token_type_embeddings
+        x = self.word_embeddings(tokens) + (kinds.weight[0] if segments is None else kinds(segments))
         x = x + self.position_embeddings.weight[: tokens.shape[1]]
         return residual_stream(self.dropout(self.LayerNorm(x)))
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from manyhands.data.file_reader import VOCABULARY, encode
 from manyhands.errors import UserError
-from manyhands.workloads.language.bert import BEGIN, BERT_LAYOUT, END, FIRST_BYTE, PADDING, BertBody
+from manyhands.workloads.language.bert import BEGIN, BERT_LAYOUT, END, FIRST_BYTE, PADDING, BertBody, Pooler
 from manyhands.workloads.language.huggingface import CheckpointLayout
 from manyhands.workloads.language.presets import ModelSizes
 from manyhands.workloads.text.tokenizer import TextTokenizer
@@ -92,17 +92,7 @@ class BertClassifier(nn.Module):
 class _PooledBody(BertBody):
     def __init__(self, sizes: ModelSizes, dropout: float) -> None:
         super().__init__(sizes, dropout)
-        self.pooler = _Pooler(sizes.width)
-
-
-class _Pooler(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.dense = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        pooled: Tensor = self.dense(x[:, 0]).tanh()
-        return pooled
+        self.pooler = Pooler(sizes.width)
 
 
 def attended(tokens: Tensor) -> Tensor:

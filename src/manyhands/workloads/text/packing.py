@@ -29,6 +29,7 @@ from manyhands.workloads.text.token_files import TokenFiles
 __all__ = [
     "MaskedDocuments",
     "MaskedWindows",
+    "TokenRows",
     "TokenWindows",
     "document_mask",
     "document_mask_mod",
@@ -45,7 +46,7 @@ class _Rows(NamedTuple):
     positions: NDArray[np.int64] | None
 
 
-class _Windows:
+class TokenRows:
     """Rows of `size` consecutive tokens, one every `step`."""
 
     def __init__(self, files: TokenFiles, size: int, step: int, *, within: bool) -> None:
@@ -92,7 +93,7 @@ class TokenWindows(BatchedDataset):
     def __init__(self, files: TokenFiles, length: int, *, within_documents: bool = False) -> None:
         if length < 1:
             raise UserError(f"length is {length}; it must be at least 1")
-        self._windows = _Windows(files, length + 1, length, within=within_documents)
+        self._windows = TokenRows(files, length + 1, length, within=within_documents)
 
     def __len__(self) -> int:
         return len(self._windows)
@@ -125,7 +126,7 @@ class MaskedWindows(BatchedDataset):
         tokenizer = files.tokenizer
         self._masking = masking or Masking.of(tokenizer)
         self._first, self._last = tokenizer.require_id("[CLS]"), tokenizer.require_id("[SEP]")
-        self._windows = _Windows(files, length - 2, length - 2, within=within_documents)
+        self._windows = TokenRows(files, length - 2, length - 2, within=within_documents)
 
     def __len__(self) -> int:
         return len(self._windows)
