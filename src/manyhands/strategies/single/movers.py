@@ -125,7 +125,7 @@ class StreamMover(Mover):
         flat = torch.frombuffer(memory, dtype=like.dtype, count=like.numel())
         flat.zero_()  # by all threads: pinning takes pages one after another
         cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        torch.cuda.check_error(int(cuda.cudaHostRegister(flat.data_ptr(), flat.nbytes, 0)))
+        torch.cuda.check_error(cuda.cudaHostRegister(flat.data_ptr(), flat.nbytes, 0))
         self._pinned.append(flat.data_ptr())
         return flat.view(like.shape)
 
@@ -134,7 +134,7 @@ class StreamMover(Mover):
         super().close()
         while self._pinned:
             cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            torch.cuda.check_error(int(cuda.cudaHostUnregister(self._pinned.pop())))
+            torch.cuda.check_error(cuda.cudaHostUnregister(self._pinned.pop()))
 
     def _begin(self, stream: torch.cuda.Stream, pairs: Sequence[Pair]) -> Move:
         with torch.cuda.stream(stream):
