@@ -169,8 +169,8 @@ MODEL = ModelFootprint(
         # Two replicas: the gradients in one piece, beside those of the other replica and the sum.
         ("pipeline", 4, {"worker": 60 + 3 + 50 + 100 + 3 * 50}),
         ("pipeline schedule=gpipe", 4, {"worker": 60 + 3 + 50 + 100 + 3 * 50}),
-        ("ps servers=2", 4, {"worker": 3 + 100 + 20, "server": 60 + 100, "shared by all": 120}),
-        ("ps servers=2 link=tcp", 4, {"worker": 123 + 100 + 20, "server": 60 + 100}),
+        ("ps servers=2", 4, {"worker": 3 + 100 + 20, "server": 60 + 50 + 100, "shared by all": 120}),
+        ("ps servers=2 link=tcp", 4, {"worker": 123 + 100 + 20, "server": 60 + 50 + 100}),
         ("ps servers=2 replicas=1 consistency=async", 4, {"worker": 123 + 100 + 80, "server": 120 + 200}),
     ],
 )
