@@ -93,7 +93,7 @@ class Meter:
 
     def busiest(self) -> float:
         """Bytes of a step on the busiest cable, in its busier direction."""
-        first, last = self.readings[WARM], self.readings[STEPS - 1]
+        first, last = self.readings[WARM - STEPS], self.readings[-1]  # not those of the trial of the loss
         return max(last[name] - first[name] for name in first) / (STEPS - 1 - WARM)
 
 

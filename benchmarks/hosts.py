@@ -3,8 +3,9 @@
 Network namespaces stand for hosts, each on cores of its own, behind a cable that token buckets hold to a rate
 (`loopback`: to none). The same perceptron is trained by each way in turn, with as many rows a worker as make computing
 take a quarter of the time that the cable needs for an all-reduce, as much, and three times as much: what a step takes,
-beside the larger of computing (all workers at once, no exchange) and of the bytes on the cable, and beside
-DistributedDataParallel on Gloo. The ways of a cell follow one another in the same processes, some rounds.
+beside the larger of computing (all workers at once, no exchange) and of the bytes on the cable, beside what the order
+of a synchronous step allows, and beside DistributedDataParallel on Gloo. The ways of a cell follow one another in the
+same processes, some rounds.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ RESULT = Path(__file__).parent / "results" / "hosts.json"
 WIDTH, LAYERS, WARM, START_S = 512, 16, 3, 15.0
 RATE, SUBNET = 1e-3, "10.231.79."
 ALONE, PEER, OURS = "alone", "ddp gloo", "allreduce"
+FRAMES = 1514 / 1448  # bytes on the cable for one of ours, in frames of 1,500 bytes with TCP and IPv4
 BOUNDS = {"communication": 0.25, "balanced": 1.0, "compute": 3.0}
 """By what a step is bound by: the time to compute, as a multiple of that of an all-reduce on the cable."""
 
@@ -103,6 +105,9 @@ class Meter:
 
     def __init__(self) -> None:
         self.readings: list[int] = []
+        self.outside_s: list[
+            float
+        ] = []  # of a plain loop: forward and the optimizer's step, when nothing can be sent
 
     def read(self) -> None:
         self.readings.append(on_the_cable()[0])
@@ -113,18 +118,24 @@ class Meter:
         return (counted[-1] - counted[0]) / (len(counted) - 1)
 
 
-def train_ours(strategy: str, rows: int, job: Job, meter: Meter) -> list[float]:
+def perceptron(before_loss: Callable[[], None], batch: int) -> mh.Task:
+    """The task; `before_loss` is called before each gradient."""
+
     def loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
-        meter.read()
+        before_loss()
         return (model(batch[0]) - batch[1]).square().mean()
 
-    task = mh.Task(
+    return mh.Task(
         model=build,
         loss=loss,
-        data=data(rows * job.world),
+        data=data(batch),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=RATE),
-        batch_size=rows * job.world,
+        batch_size=batch,
     )
+
+
+def train_ours(strategy: str, rows: int, job: Job, meter: Meter) -> list[float]:
+    task = perceptron(meter.read, rows * job.world)
     options = mh.Options(insecure=True, progress="none")
     at = [row["at_s"] for row in mh.fit(task, strategy, steps=job.steps, options=options).history.steps]
     return [late - early for early, late in pairwise(at)][WARM - 1 :]
@@ -143,9 +154,14 @@ def train_plainly(
         meter.read()
         begin, first = time.perf_counter(), step % 2 * rows
         optimizer.zero_grad()
-        (model(x[first : first + rows]) - y[first : first + rows]).square().mean().backward()
+        loss = (model(x[first : first + rows]) - y[first : first + rows]).square().mean()
+        forward = time.perf_counter()
+        loss.backward()
+        backward = time.perf_counter()
         optimizer.step()
-        took.append(time.perf_counter() - begin)
+        end = time.perf_counter()
+        took.append(end - begin)
+        meter.outside_s.append(forward - begin + end - backward)
     return took[WARM:]
 
 
@@ -197,6 +213,7 @@ def work(job: Job, port: int, result: Path) -> None:
                 if rank == job.world - 1:  # a worker in this process under every way
                     line = {"bound": bound, "rows": rows, "way": way, "threads": threads}
                     line |= {"step_s": statistics.median(took), "sent": meter.bytes_per_step(job.steps)}
+                    line["outside_s"] = statistics.median(meter.outside_s[WARM:] or [0.0])
                     with result.open("a") as lines:
                         lines.write(json.dumps(line) + "\n")
     dist.destroy_process_group()
@@ -239,6 +256,8 @@ def cell(
 ) -> dict[str, Any]:
     median = {way: statistics.median(times) for way, times in step_s.items()}
     shaped = job.shape is not None
+    outside_s = statistics.median(line["outside_s"] for line in lines if line["way"] == ALONE)
+    framed_s = job.cable_s(num_bytes) * FRAMES
     bound_s = max(median[ALONE], job.cable_s(num_bytes)) if shaped else median[ALONE]
     return {
         "hosts": job.hosts,
@@ -249,6 +268,9 @@ def cell(
         "threads": lines[0]["threads"],
         "gradient_bytes": num_bytes,
         "cable_s": job.cable_s(num_bytes) if shaped else None,
+        # Nothing leaves before backward, nor does the optimizer step before all is there; and the last layer's bytes
+        # leave when backward ends.
+        "in_order_s": max(median[ALONE] + framed_s / LAYERS, outside_s + framed_s) if shaped else None,
         "over_bound": median[job.ways[0]] / bound_s,
         "peer_over_ours": median[PEER] / median[job.ways[0]],
         "ways": [
@@ -268,6 +290,7 @@ def show(row: dict[str, Any]) -> None:
     cable = f"{row['cable_s'] * 1e3:6.1f} ms" if row["cable_s"] else "     –   "
     print(
         f"{row['hosts']}x{row['per_host']} {row['rate']:>8s} {row['bound']:13s} {row['rows']:5d} rows, cable {cable}, "
+        f"in order {1e3 * (row['in_order_s'] or 0):6.1f} ms, "
         f"ours ÷ bound {row['over_bound']:5.2f}, DDP ÷ ours {row['peer_over_ours']:5.2f}"
     )
     for one in row["ways"]:

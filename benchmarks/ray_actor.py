@@ -33,11 +33,11 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from cables import inside, on_the_cable, places, run_ranks
-from hosts import ADDRESS, BATCH, RATE, build, data, perceptron, two_hosts
+from cables import inside, on_the_cable, places, run_ranks, two_namespaces
+from hosts import RATE, SUBNET, build, data, perceptron
 
 RESULT = Path(__file__).parent / "results" / "ray-actor.json"
-WORKERS, STEPS, WARM = 2, 40, 8
+WORKERS, BATCH, STEPS, WARM = 2, 32, 40, 8
 PORT = 6421
 DEADLINE_S = 600.0
 OWN_CLUSTER = {
@@ -53,6 +53,8 @@ WAYS = {
     "ray actor sync, sharded": "",
     "ps async": "ps consistency=async",
     "ray actor async": "",
+    "ps async, sharded": f"ps consistency=async servers={SHARDS}",
+    "ray actor async, sharded": "",
 }
 
 
@@ -101,7 +103,12 @@ def take_part(strategy: str, result: Path) -> None:
     """One of the processes of a run on `ps`: the first ranks are on the servers' host, the others on the workers'."""
     torch.set_num_threads(1)
     meter = CableMeter()
-    mh.fit(perceptron(meter.read), strategy, steps=STEPS, options=mh.Options(insecure=True, progress="none"))
+    mh.fit(
+        perceptron(meter.read, BATCH),
+        strategy,
+        steps=STEPS,
+        options=mh.Options(insecure=True, progress="none"),
+    )
     result.with_suffix(f".{os.environ['RANK']}").write_text(json.dumps(meter.readings))
 
 
@@ -112,7 +119,7 @@ def measure_ours(way: str, names: list[str], port: int) -> dict[str, float]:
         own, first = [sys.executable, __file__, "--part", strategy, str(result)], servers(way)
         world = first + WORKERS
         commands = [[*inside(names[int(rank >= first)]), *own] for rank in range(world)]
-        run_ranks(commands, [places(ADDRESS, port, rank, world) for rank in range(world)], DEADLINE_S)
+        run_ranks(commands, [places(SUBNET, port, rank, world) for rank in range(world)], DEADLINE_S)
         report = [
             json.loads(result.with_suffix(f".{first + worker}").read_text()) for worker in range(WORKERS)
         ]
@@ -175,7 +182,7 @@ class ActorWorker:
         torch.manual_seed(0)
         model = build()
         values, gradients = flat(model)
-        x, y = data()
+        x, y = data(BATCH)
         share = BATCH // exchanges(way)
         meter = CableMeter()
         pushed = np.array_split(gradients.numpy(), len(actors))
@@ -210,7 +217,7 @@ def lead_actors(way: str, address: str, result: Path) -> None:
     """The driver, on the server's host: the actor beside it, the workers on the other one."""
     import ray
 
-    ray.init(address=address, _node_ip_address=f"{ADDRESS}1", logging_level="ERROR", log_to_driver=False)
+    ray.init(address=address, _node_ip_address=f"{SUBNET}1", logging_level="ERROR", log_to_driver=False)
     torch.manual_seed(0)
     values, _ = flat(build())
     kind = SyncServer if way.startswith("ray actor sync") else AsyncServer
@@ -245,16 +252,16 @@ def ray_node(name: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def measure_actor(way: str, names: list[str], port: int) -> dict[str, float]:
-    address = f"{ADDRESS}1:{port}"
+    address = f"{SUBNET}1:{port}"
     head = ["--head", "--port", str(port), "--include-dashboard", "false"]
     head += ["--resources", json.dumps({"server": SHARDS})]
     other = ["--address", address, "--resources", json.dumps({"worker": WORKERS})]
     with (
         tempfile.TemporaryDirectory() as folder,
-        ray_node(names[0], "--node-ip-address", f"{ADDRESS}1", *head) as first,
+        ray_node(names[0], "--node-ip-address", f"{SUBNET}1", *head) as first,
     ):
         await_port(names[0], port, first)
-        with ray_node(names[1], "--node-ip-address", f"{ADDRESS}2", *other):
+        with ray_node(names[1], "--node-ip-address", f"{SUBNET}2", *other):
             result = Path(folder) / "measured"
             command = [*inside(names[0]), sys.executable, __file__, "--lead", way, address, str(result)]
             subprocess.run(command, check=True, timeout=DEADLINE_S, env={**os.environ, **OWN_CLUSTER})
@@ -264,7 +271,7 @@ def measure_actor(way: str, names: list[str], port: int) -> dict[str, float]:
 
 def await_port(name: str, port: int, process: subprocess.Popen[bytes]) -> None:
     """Until somebody listens there."""
-    look = f"import socket; socket.create_connection(('{ADDRESS}1', {port}), 1).close()"
+    look = f"import socket; socket.create_connection(('{SUBNET}1', {port}), 1).close()"
     deadline = time.monotonic() + 120
     while subprocess.run([*inside(name), sys.executable, "-c", look], stderr=subprocess.DEVNULL).returncode:
         if process.poll() is not None or time.monotonic() > deadline:
@@ -279,7 +286,7 @@ def measure_all(rate: str, rounds: int) -> dict[str, Any]:
 
     load = os.getloadavg()[0]
     measured: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-    with two_hosts(rate) as names:
+    with two_namespaces(SUBNET, rate, ["burst", "256kb", "latency", "100ms"]) as names:
         for number in range(rounds):
             for index, (way, strategy) in enumerate(WAYS.items()):
                 port = PORT + number * len(WAYS) + index

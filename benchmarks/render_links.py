@@ -66,7 +66,16 @@ def hosts_speed() -> str:
 
 def _steps_table(result: dict[str, Any]) -> str:
     table = [
-        ["hosts × workers, cable", "bound by", "computing", "bytes ÷ rate", "a step", "÷ bound", "DDP ÷ ours"]
+        [
+            "hosts × workers, cable",
+            "bound by",
+            "computing",
+            "bytes ÷ rate",
+            "in order",
+            "a step",
+            "÷ bound",
+            "DDP ÷ ours",
+        ]
     ]
     for row in result["cells"]:
         ways = {one["way"]: one["step_s"] for one in row["ways"]}
@@ -78,6 +87,7 @@ def _steps_table(result: dict[str, Any]) -> str:
                 f"{row['bound']}: {row['rows']} rows",
                 _milliseconds(ways["alone"]),
                 _milliseconds(row["cable_s"]) if shaped else "–",
+                _milliseconds(row["in_order_s"]) if shaped else "–",
                 _milliseconds(ways["allreduce"]),
                 f"{row['over_bound']:.2f}",
                 f"{row['peer_over_ours']:.2f}",
