@@ -17,7 +17,7 @@ import platform
 import statistics
 import sys
 import tempfile
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +127,7 @@ def main() -> None:
     parser.add_argument("--rates", default=",".join(RATES))
     parser.add_argument("--per-host", default="1")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/plan-links.json"))
+    parser.add_argument("--add", action="store_true", help="keep what the file has of other cases")
     parser.add_argument("--work", nargs=4, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.work:
@@ -134,9 +135,18 @@ def main() -> None:
         work(task, strategy, int(steps), Path(result))
         return
     rows: list[dict[str, Any]] = []
+    if asked.add and asked.json.exists():
+        rows = json.loads(asked.json.read_text())["rows"]
     for per_host in map(int, asked.per_host.split(",")):
-        for name in asked.tasks.split(","):
-            rows += rows_of(name, per_host, asked.rates.split(","), 29600 + 8 * len(rows))
+        for name, rate in product(asked.tasks.split(","), asked.rates.split(",")):
+            here = {"task": name, "rate": rate, "per_host": per_host}
+            rows = [one for one in rows if any(one[key] != value for key, value in here.items())]
+            rows += rows_of(name, per_host, [rate], 29600 + 8 * len(rows))
+            keep(rows, asked.json)
+
+
+def keep(rows: list[dict[str, Any]], path: Path) -> None:
+    """Write what was found so far."""
     record = {
         "cores": len(os.sched_getaffinity(0)),
         "machine": platform.machine(),
@@ -147,7 +157,7 @@ def main() -> None:
         "rows": rows,
     }
     print(json.dumps({name: record[name] for name in ("error", "null")}))
-    asked.json.write_text(json.dumps(record, indent=1) + "\n")
+    path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
