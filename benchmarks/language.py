@@ -2,7 +2,8 @@
 
     git clone https://github.com/karpathy/nanoGPT
     python benchmarks/language.py --nanogpt nanoGPT --turns 3 --steps 30 --json benchmarks/results/language-gpu.json
-    python benchmarks/language.py --tiny --device cpu --turns 1 --steps 5
+    python benchmarks/language.py --size small --device cpu --loops ours,two --json benchmarks/results/language-16.json
+    python benchmarks/language.py --size tiny --device cpu --turns 1 --steps 5
 
 The loops (`language_loops.py`) take turns on the same machine, each turn in a process of its own, so that every one
 compiles for itself and none finds another's memory; torch's cache of compiled kernels on disk serves the later turns.
@@ -28,8 +29,9 @@ from typing import Any
 import torch
 
 from language_loops import LOOPS, WARM_UP, Unavailable, traced
-from language_work import TINY, WORKS, Work
+from language_work import SMALL, TINY, WORKS, Work
 
+SIZES = {"full": {}, "small": SMALL, "tiny": TINY}
 PEAK = 989e12  # of dense bfloat16 products on H100 and H200, by their data sheet
 
 
@@ -49,7 +51,9 @@ def measured(work: Work, loop: str, asked: argparse.Namespace) -> dict[str, Any]
         "tokens_per_s": tokens_s,
         "sequences_per_s": work.batch / step_s,
         "mfu": tokens_s * flops / asked.peak,
-        "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30 if asked.device != "cpu" else None,
+        "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30
+        if asked.device != "cpu" and loop != "two"
+        else None,
         "compile_s": ends[0] - step_s,  # what the first step took longer
         "losses": course.losses[:: max(1, len(course.losses) // 8)],
     }
@@ -58,7 +62,7 @@ def measured(work: Work, loop: str, asked: argparse.Namespace) -> dict[str, Any]
 def turn(name: str, loop: str, asked: argparse.Namespace, left_s: float) -> dict[str, Any]:
     """One turn in a process of its own; what went wrong instead, where something did."""
     command = [sys.executable, __file__, "--only", name, "--turn", loop, "--steps", str(asked.steps)]
-    command += ["--device", asked.device, "--peak", str(asked.peak), *(["--tiny"] if asked.tiny else [])]
+    command += ["--device", asked.device, "--peak", str(asked.peak), "--size", asked.size]
     command += ["--micro", str(asked.micro)] if asked.micro else []
     command += ["--nanogpt", str(asked.nanogpt)] if asked.nanogpt else []
     try:
@@ -120,7 +124,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--peak", type=float, default=PEAK, help="FLOP/s of the device")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which no turn begins")
-    parser.add_argument("--tiny", action="store_true", help="a size to try this with")
+    parser.add_argument(
+        "--size", choices=tuple(SIZES), default="full", help="small is for CPUs, tiny to try this"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--turn", help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -129,7 +135,7 @@ def main() -> None:
     loops = asked.loops.split(",")
     if unknown := [one for one in loops if one not in LOOPS]:
         parser.error(f"--loops: {unknown[0]!r} is none of {', '.join(LOOPS)}")
-    works = {name: replace(work, **TINY) if asked.tiny else work for name, work in WORKS.items()}
+    works = {name: replace(work, **SIZES[asked.size]) for name, work in WORKS.items()}
     if asked.micro:
         works = {name: replace(work, micro=asked.micro) for name, work in works.items()}
     if wrong := [one for one in works.values() if one.batch % one.micro]:

@@ -1,6 +1,7 @@
 """The loops that `language.py` compares. Each trains some steps and returns when they ended, and their losses.
 
 ours      `mh.fit` with strategy=single and `autocast`; what it compiles and fuses on a GPU by itself is not chosen
+two       the same with strategy=allreduce and two workers, which share the GPU or the cores; half a batch each
 plain     a loop by hand with every trick: bfloat16, one compiled program of model and loss, fused AdamW, batches
           prefetched from page-locked memory on a stream of their own, losses read a step late
 usual     nanoGPT as its users run it: its own model and optimizer from a checkout of it, and its loop: the compiled
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,7 +49,9 @@ class Unavailable(Exception):
     """Why a loop cannot run here."""
 
 
-def ours(work: Work, device: str, steps: int, **more: Any) -> Course:
+def ours(
+    work: Work, device: str, steps: int, workers: int = 1, callbacks: Sequence[mh.Callback] = ()
+) -> Course:
     task = mh.Task(
         model=work.model,
         loss=work.loss,
@@ -58,8 +61,18 @@ def ours(work: Work, device: str, steps: int, **more: Any) -> Course:
         microbatches=work.pieces,
         clip_norm=CLIP,
     )
-    options = mh.Options(autocast=True, progress="none", checkpoint_every=10**9, **more)
-    run = mh.fit(task, "single", steps=steps, seed=SEED, device=device, options=options)
+    options = mh.Options(
+        autocast=device != "cpu", progress="none", checkpoint_every=10**9, callbacks=callbacks
+    )
+    run = mh.fit(
+        task,
+        "single" if workers == 1 else "allreduce",
+        workers=workers,
+        steps=steps,
+        seed=SEED,
+        device=device,
+        options=options,
+    )
     rows = [row for row in run.history if "loss" in row]
     return Course(ends=[row["at_s"] for row in rows], losses=[row["loss"] for row in rows])
 
@@ -236,6 +249,7 @@ def _autocast(device: str) -> AbstractContextManager[object]:
 WARM_UP = 3  # steps that are not counted: they compile
 LOOPS: dict[str, Callable[..., Course]] = {
     "ours": ours,
+    "two": partial(ours, workers=2),
     "plain": plain,
     "usual": usual,
     "trainer": trainer,

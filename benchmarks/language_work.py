@@ -87,6 +87,7 @@ WORKS = {
         name="bert", layers=24, width=1024, heads=16, context=128, vocabulary=30528, batch=1024, micro=256
     ),
 }
+SMALL = {"layers": 6, "width": 384, "heads": 6, "context": 256, "vocabulary": 8192, "batch": 64, "micro": 16}
 TINY = {"layers": 2, "width": 32, "heads": 2, "context": 16, "vocabulary": 64, "batch": 8, "micro": 4}
 
 

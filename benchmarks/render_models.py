@@ -104,6 +104,7 @@ def codecs_speed() -> str:
 
 _LOOPS = {
     "ours": "manyhands",
+    "two": "manyhands, two workers",
     "plain": "a plain compiled loop",
     "usual": "nanoGPT",
     "trainer": "HF Trainer",
@@ -128,7 +129,8 @@ def _language(name: str, found: dict[str, Any]) -> str:
         if "step_s" in row:
             cells = [_LOOPS[loop], f"{row[unit.replace('/', '_per_')]:,.0f}", f"{row['mfu']:.1%}"]
             ratio = loops["ours"]["tokens_per_s"] / row["tokens_per_s"]
-            table.append([*cells, f"{row['peak_memory_gib']:.1f} GiB", f"{ratio:.2f}"])
+            memory = f"{row['peak_memory_gib']:.1f} GiB" if row["peak_memory_gib"] is not None else ""
+            table.append([*cells, memory, f"{ratio:.2f}"])
     turns, steps = loops["ours"]["turns"], found["steps"]
     about = (
         f"**{title}**: {work['layers']} layers of width {work['width']}, context {work['context']}, "
