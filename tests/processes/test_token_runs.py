@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import manyhands as mh
@@ -167,35 +169,59 @@ def test_transformers_reads_model_and_tokenizer(task: str, kind: str, tmp_path: 
         build(task, data=other, init=tmp_path / "hf", length=8)
 
 
-def test_documents_in_rows_of_their_own_train_on_the_mean_over_tokens(tmp_path: Path) -> None:
+def scores_of_documents_in_rows(model: nn.Module, batch: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Scores and labels of each document, given to bert without its padding."""
+    lengths = batch["seen"].sum((1, 2, 3))
+    assert len(set(lengths.tolist())) > 1
+    for row, length in enumerate(lengths):
+        found = model(batch["tokens"][row : row + 1, :length])
+        is_target = batch["labels"][row] != IGNORED
+        yield found[0, batch["places"][row, is_target]], batch["labels"][row, is_target]
+
+
+def scores_of_packed_documents(model: nn.Module, batch: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same of gpt, of each document that a row holds a part of."""
+    for tokens, documents in zip(batch["tokens"], batch["documents"], strict=True):
+        parts = [tokens[documents == one] for one in documents.unique()]
+        assert len(parts) > 1
+        for part in parts:
+            if len(part) > 1:
+                yield model(part[None, :-1])[0], part[1:]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "alone"),
+    [("bert", "wordpiece", scores_of_documents_in_rows), ("gpt", "bpe", scores_of_packed_documents)],
+)
+def test_documents_train_on_the_mean_over_tokens(
+    name: str, kind: str, alone: Callable[..., Iterator[tuple[Tensor, Tensor]]], tmp_path: Path
+) -> None:
     """A plain loop gives each document to the model alone, without padding or mask."""
-    task = build("bert", data=folder_of(tmp_path, "wordpiece"), rows="documents", **SIZES | {"context": 8})
+    context = {"bert": 8, "gpt": 24}[name]
+    task = build(name, data=folder_of(tmp_path, kind), rows="documents", **SIZES | {"context": context})
     torch.manual_seed(0)
     template = task.model().double()
     task = replace(
         task,
         model=lambda: copy.deepcopy(template),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        evaluation=None,
-        metrics={},
     )
     model = task.model()
     optimizer = task.optimizer(model.parameters())
     plan, source = BatchPlan(len(task.data), task.batch_size, 0), BatchSource(task.data)
     for step in range(3):
         optimizer.zero_grad()
-        batch = source.fetch(plan.indices(step))
-        lengths = batch["seen"].sum((1, 2, 3))
-        assert len(set(lengths.tolist())) > 1
-        scores, labels = [], []
-        for row, length in enumerate(lengths):
-            found = model(batch["tokens"][row : row + 1, :length])
-            is_target = batch["labels"][row] != IGNORED
-            scores.append(found[0, batch["places"][row, is_target]])
-            labels.append(batch["labels"][row, is_target])
+        scores, labels = zip(*alone(model, source.fetch(plan.indices(step))), strict=True)
         F.cross_entropy(torch.cat(scores), torch.cat(labels)).backward()
         optimizer.step()
     wanted = model.state_dict()
+    if name == "gpt":
+        held_out = BatchSource(task.evaluation)
+        scores, labels = zip(*alone(model, held_out.fetch(range(len(held_out)))), strict=True)
+        perplexity = F.cross_entropy(torch.cat(scores), torch.cat(labels)).exp().item()
+        run = mh.fit(task, "single", steps=3, seed=0)
+        assert run.summary["final"]["perplexity"] == pytest.approx(perplexity, rel=1e-9)
+    task = replace(task, evaluation=None, metrics={})
     for strategy, workers in (
         ("single", 1),
         ("mirrored", 3),

@@ -64,6 +64,7 @@ def test_documents_and_positions_by_hand(files: TokenFiles) -> None:
     assert batch["documents"].tolist() == [[0, 0, 0, 1, 1], [0, 1, 1, 1, 1], [0, 0, 0, 0, 1]]
     assert batch["positions"].tolist() == [[0, 1, 2, 0, 1], [0, 0, 1, 2, 3], [0, 1, 2, 3, 0]]
     assert next_tokens(batch).tolist() == [[11, 12, -100, 14], [-100, 16, 17, 18], [45, 46, 47, -100]]
+    assert windows.num_targets.tolist() == [3, 3, 4, 3]
 
 
 def test_attention_within_documents_is_that_of_each_alone() -> None:

@@ -35,7 +35,7 @@ from manyhands.workloads.language.residual import residual_stream
 from manyhands.workloads.language.token_data import token_parts
 from manyhands.workloads.task_options import option
 from manyhands.workloads.text.masking import IGNORED, Masking
-from manyhands.workloads.text.packing import MaskedDocuments, MaskedWindows, tensors
+from manyhands.workloads.text.packing import MaskedDocuments, MaskedWindows, losses_of_rows, tensors
 from manyhands.workloads.text.span_pairs import SpanPairs
 
 __all__ = [
@@ -207,10 +207,7 @@ def masked_loss(model: nn.Module, batch: Any) -> Tensor:
 
 def masked_losses(model: nn.Module, batch: Any) -> Tensor:
     """The same for each row of a batch, which weighs as many as it has targets."""
-    scores, labels = _scores(model, batch), batch["labels"]
-    each = F.cross_entropy(scores.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
-    losses: Tensor = each.reshape(labels.shape).sum(1) / (labels != IGNORED).sum(1)
-    return losses
+    return losses_of_rows(_scores(model, batch), batch["labels"])
 
 
 def _scores(model: nn.Module, batch: Any) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -29,7 +29,8 @@ from manyhands.workloads.language.presets import GPT_PRESETS, ModelSizes, SizedO
 from manyhands.workloads.language.residual import residual_stream
 from manyhands.workloads.language.token_data import token_parts
 from manyhands.workloads.task_options import option
-from manyhands.workloads.text.packing import TokenWindows
+from manyhands.workloads.text.masking import IGNORED
+from manyhands.workloads.text.packing import TokenWindows, document_mask, losses_of_rows, next_tokens
 
 __all__ = ["GPT", "GPT_TASK", "GPTBlock", "GPTOptions", "gpt"]
 
@@ -67,14 +68,20 @@ class GPTOptions(SizedOptions):
 
     preset: str = option("tiny", "sizes by name; each may be given instead", choices=tuple(GPT_PRESETS))
     tied: bool = option(True, "share the weights of embedding and output layer")
+    rows: str = option(
+        "packed",
+        "of --data: packed, attention reaches over the ends of documents; or documents: it stays within each",
+        choices=("packed", "documents"),
+    )
 
 
 def gpt(options: GPTOptions | None = None) -> Task:
     """Predict the next token of `data`, or the next byte of a text file or of the Python standard library."""
     options = options or GPTOptions()
     if options.data is not None:
-        parts = token_parts(options, TokenWindows)
-        return Task(
+        within = options.rows == "documents"
+        parts = token_parts(options, partial(TokenWindows, within_documents=within))
+        task = Task(
             name="gpt",
             model=partial(_started, options),
             loss=next_byte_loss,
@@ -85,7 +92,31 @@ def gpt(options: GPTOptions | None = None) -> Task:
             metrics={"perplexity": (Perplexity(), token_losses)},
             files=parts.files,
         )
+        if not within:
+            return task
+        rows: Any = parts.training.dataset
+        weights = rows.num_targets[: len(parts.training)]
+        metrics = {"perplexity": (Perplexity(), document_token_losses)}
+        return replace(task, loss=document_losses, weights=weights, metrics=metrics)
     return text_task("gpt", partial(_started, options), options, options.sizes.context)
+
+
+def document_losses(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Mean cross entropy of each row; a document's first token is predicted by nothing."""
+    return losses_of_rows(*_document_scores(model, batch))
+
+
+def document_token_losses(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The total loss of a batch, and how many tokens it is of."""
+    scores, targets = _document_scores(model, batch)
+    total = F.cross_entropy(scores.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    return total.double(), (targets != IGNORED).sum()
+
+
+def _document_scores(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    tokens, documents, positions = (batch[name][:, :-1] for name in ("tokens", "documents", "positions"))
+    seen = document_mask(documents, causal=True)
+    return model(tokens, seen=seen, positions=positions), next_tokens(batch)
 
 
 def _model(options: GPTOptions) -> GPT:
@@ -151,7 +182,7 @@ class GPT(nn.Module):
 
     def chain(self) -> Sequence[nn.Module]:
         body = self.transformer
-        embedding = ChainFunction(_embedded, wte=body.wte, wpe=body.wpe)
+        embedding = _Embedding(_embedded, wte=body.wte, wpe=body.wpe)
         after = [body.drop] if self.dropout else []
         return [embedding, *after, *body.h, body.ln_f, self.lm_head]
 
@@ -159,9 +190,19 @@ class GPT(nn.Module):
         """How `tensor` slices it: the vocabulary here, the rest as each block says."""
         return {"transformer.wte": "vocabulary", "lm_head": "vocabulary"}
 
-    def forward(self, tokens: Tensor, step: CacheStep | None = None) -> Tensor:
-        """(batch, time) tokens to (batch, time, vocabulary) scores; in a cache's step, those of the last tokens."""
-        x = self.transformer(tokens, step)
+    def forward(
+        self,
+        tokens: Tensor,
+        step: CacheStep | None = None,
+        seen: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """(batch, time) tokens to (batch, time, vocabulary) scores; in a cache's step, those of the last tokens.
+
+        Where rows hold several documents, `seen` says which tokens attention may look at, as `attn_mask` of
+        `scaled_dot_product_attention`, and `positions` (batch, time) where each token is in its document.
+        """
+        x = self.transformer(tokens, step, seen, positions)
         if step is not None:
             x = x[torch.arange(len(x), device=x.device), step.last]
         scores: Tensor = self.lm_head(x)
@@ -181,11 +222,13 @@ class _Body(nn.Module):
         )
         self.ln_f = nn.LayerNorm(sizes.width)
 
-    def forward(self, tokens: Tensor, step: CacheStep | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, step: CacheStep | None, seen: Tensor | None, positions: Tensor | None
+    ) -> Tensor:
         if step is None:
-            x: Tensor = self.drop(_embedded(tokens, self.wte, self.wpe))
+            x: Tensor = self.drop(_embedded(tokens, positions, wte=self.wte, wpe=self.wpe))
             for block in self.h:
-                x = block(x)
+                x = block(x, seen=seen)
         else:
             x = residual_stream(self.wte(tokens) + self.wpe(step.places))
             for number, block in enumerate(self.h):
@@ -194,9 +237,14 @@ class _Body(nn.Module):
         return normed
 
 
-def _embedded(x: Tensor, wte: nn.Embedding, wpe: nn.Embedding) -> Tensor:
+class _Embedding(ChainFunction):
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        return self.function(x, positions, **self._modules)
+
+
+def _embedded(x: Tensor, positions: Tensor | None, wte: nn.Embedding, wpe: nn.Embedding) -> Tensor:
     require_positions(x.shape[1], wpe.num_embeddings)
-    return residual_stream(wte(x) + wpe.weight[: x.shape[1]])
+    return residual_stream(wte(x) + (wpe.weight[: x.shape[1]] if positions is None else wpe(positions)))
 
 
 class GPTBlock(nn.Module):
@@ -218,8 +266,8 @@ class GPTBlock(nn.Module):
             "mlp.c_proj": "row",
         }
 
-    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
-        x = x + self.attn(self.ln_1(x), cache)
+    def forward(self, x: Tensor, cache: LayerCache | None = None, seen: Tensor | None = None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), cache, seen)
         fed: Tensor = x + self.mlp(self.ln_2(x))
         return fed
 
@@ -232,16 +280,18 @@ class _Attention(nn.Module):
         self.c_proj = nn.Linear(width, width)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: LayerCache | None, seen: Tensor | None) -> Tensor:
         batch, length, _ = x.shape
         by_head = self.c_attn(x).view(batch, length, 3, -1, self.head_width)  # a slice has some of the heads
         query, key, value = by_head.permute(2, 0, 3, 1, 4)
         if cache is None:
             dropped = self.dropout.p if self.training else 0.0
-            seen = F.scaled_dot_product_attention(query, key, value, dropout_p=dropped, is_causal=True)
+            heads = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=seen, dropout_p=dropped, is_causal=seen is None
+            )
         else:
-            seen = cache.attend(query, key, value)
-        mixed: Tensor = self.dropout(self.c_proj(seen.transpose(1, 2).reshape(batch, length, -1)))
+            heads = cache.attend(query, key, value)
+        mixed: Tensor = self.dropout(self.c_proj(heads.transpose(1, 2).reshape(batch, length, -1)))
         return mixed
 
 

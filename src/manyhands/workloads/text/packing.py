@@ -13,11 +13,12 @@ run's plan: the same for any strategy and number of workers, and after a resume.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -33,6 +34,7 @@ __all__ = [
     "TokenWindows",
     "document_mask",
     "document_mask_mod",
+    "losses_of_rows",
     "next_tokens",
     "tensors",
 ]
@@ -63,6 +65,19 @@ class TokenRows:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
+    def ends_within(self) -> NDArray[np.int64]:
+        """How many documents begin in each row, after its first token."""
+        found, before = [np.zeros(0, np.int64)], 0
+        for number, end in enumerate(self._ends):
+            begins = np.arange(end - before) * self._step
+            starts = np.unique(
+                self._files.shard(number).starts
+            )  # a document without tokens begins where the next does
+            upto = (np.searchsorted(starts, begins + by, side="right") for by in (self._size - 1, 0))
+            found.append(np.subtract(*upto))
+            before = end
+        return np.concatenate(found)
+
     def rows(self, indices: NDArray[np.int64]) -> _Rows:
         indices = np.asarray(indices)
         if indices.size and not 0 <= indices.min() <= indices.max() < len(self):
@@ -87,16 +102,22 @@ class TokenWindows(BatchedDataset):
     """Rows of `length` tokens and the one that follows them; neighbours share one token, so each is predicted once.
 
     A batch is a tensor (rows, length + 1) of int64. With `within_documents` it is a dict of three such tensors:
-    `tokens`, `documents` and `positions`; see `next_tokens` and `document_mask`.
+    `tokens`, `documents` and `positions`; see `next_tokens` and `document_mask`. A row then weighs `num_targets` in a
+    mean over tokens.
     """
 
     def __init__(self, files: TokenFiles, length: int, *, within_documents: bool = False) -> None:
         if length < 1:
             raise UserError(f"length is {length}; it must be at least 1")
-        self._windows = TokenRows(files, length + 1, length, within=within_documents)
+        self._length, self._windows = length, TokenRows(files, length + 1, length, within=within_documents)
 
     def __len__(self) -> int:
         return len(self._windows)
+
+    @property
+    def num_targets(self) -> NDArray[np.int64]:
+        """Of each row, within documents: a document's first token is predicted by nothing."""
+        return self._length - self._windows.ends_within()
 
     def batch(self, indices: NDArray[np.int64], epoch: int) -> Tensor | dict[str, Tensor]:
         del epoch
@@ -187,10 +208,17 @@ class MaskedDocuments(BatchedDataset):
         return tensors(masked._asdict() | {"seen": seen[:, None, None]})
 
 
-def next_tokens(batch: dict[str, Tensor]) -> Tensor:
+def next_tokens(batch: Mapping[str, Tensor]) -> Tensor:
     """What each of the first `length` tokens predicts: the next, or `IGNORED` where that begins another document."""
     documents = batch["documents"]
     return batch["tokens"][:, 1:].masked_fill(documents[:, 1:] != documents[:, :-1], IGNORED)
+
+
+def losses_of_rows(scores: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy of each row's targets: what a task's loss gives whose rows weigh as many as they have."""
+    each = F.cross_entropy(scores.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none")
+    losses: Tensor = each.reshape(targets.shape).sum(1) / (targets != IGNORED).sum(1).clamp(min=1)
+    return losses
 
 
 def document_mask(documents: Tensor, *, causal: bool) -> Tensor:
