@@ -54,40 +54,27 @@ def wavefronts() -> str:
 
 
 def offload() -> str:
-    """A model whose states do not fit the device, beside the same model that is there as a whole."""
+    """A model whose states do not fit the device, beside fewer of its layers with and without the limit."""
     result = load("offload")
-    if "few" in result:
-        return _offload_by_depth(result)
-    rows = [["strategy", "a step", "peak on the device"]]
-    for way in (result["whole"], result["limited"]):
-        rows.append(
-            [
-                f"`{way['strategy']}`",
-                f"{1000 * way['step_s']:.0f} ms",
-                format_bytes(way["peak_allocated_bytes"]),
-            ]
-        )
-    states = format_bytes(result["states_bytes"])
-    millions = result["parameters"] / 1e6
-    about = f"{millions:.0f} million parameters, whose states take {states}"
-    return f"**{result['device']}**, {about}\n\n{markdown(rows)}"
-
-
-def _offload_by_depth(result: dict[str, Any]) -> str:
     rows = [["layers", "strategy", "a step", "peak on the device"]]
     for way in (result["limited"], *result["few"]):
         cells = [f"`{way['strategy']}`{', compiled' * way['compiled']}", f"{way['step_s']:.2f} s"]
         rows.append([str(way["layers"]), *cells, format_bytes(way["peak_allocated_bytes"])])
     clipped = ", gradients clipped" if result["clip"] else ""
     about = (
-        f"{result['parameters'] / 1e9:.1f} thousand million parameters, whose states take "
-        f"{format_bytes(result['states_bytes'])}; {result['batch']} rows of {result['context']} tokens{clipped}"
+        f"{result['parameters'] / 1e9:.1f} billion parameters, whose states take "
+        f"{format_bytes(result['states_bytes'])}; {result['batch']} rows of {result['context']} tokens{clipped}, "
+        f"{result['steps']} steps"
     )
     shares = ", ".join(
         f"{share:.0%} of the speed in memory ({name}, {result['in_memory_s'][name]:.2f} s, computed from two depths)"
         for name, share in result["speed"].items()
     )
-    said = f"{result['tokens_per_s']:,.0f} tokens a second, {shares}."
+    layers, apart = result["few"][0]["layers"], result["largest_relative_difference"]
+    said = (
+        f"{result['tokens_per_s']:,.0f} tokens a second, {shares}. The losses of {layers} layers, with the limit and "
+        f"without, differ by {apart:.0e} of their value at most."
+    )
     return f"**{result['device']}**, {about}\n\n{markdown(rows)}\n\n{said}"
 
 

@@ -54,15 +54,11 @@ def _curves_of(result: dict[str, Any]) -> Iterator[str]:
                 "by hand",
                 "held out, `mh.fit`",
                 "by hand",
-                "seconds",
-                "by hand",
             ]
         ]
         for ours, plain in zip(*one["curves"].values(), strict=True):
             losses = [f"{way[key]:.3f}" for key in ("loss", "held_out") for way in (ours, plain)]
-            rows.append(
-                [f"{ours['tokens'] / 1e6:,.1f}", *losses, *(f"{way['seconds']:.0f}" for way in (ours, plain))]
-            )
+            rows.append([f"{ours['tokens'] / 1e6:,.1f}", *losses])
         size = f"{one['parameters'] / 1e6:.0f} million parameters"
         yield f"**`{name}`, {size}, {one['steps']:,} steps, {result['device']}**\n\n{markdown(rows)}"
     if result["tuned"]:
