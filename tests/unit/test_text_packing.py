@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import create_mask
 from torch.utils.data import DataLoader, Subset
 
 from manyhands.data.batches import BatchSource
@@ -21,7 +20,6 @@ from manyhands.workloads.text.packing import (
     MaskedWindows,
     TokenWindows,
     document_mask,
-    document_mask_mod,
     next_tokens,
 )
 from manyhands.workloads.text.token_files import ShardWriter, TokenFiles, shard_name
@@ -71,15 +69,11 @@ def test_attention_within_documents_is_that_of_each_alone() -> None:
     documents = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2]])
     draw = torch.Generator().manual_seed(0)
     query, key, value = torch.randn(3, 1, 2, 8, 4, dtype=torch.float64, generator=draw)
-    for causal in (True, False):
-        mask = document_mask(documents, causal=causal)
-        packed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        for part in (slice(0, 3), slice(3, 5), slice(5, 8)):
-            given = (one[:, :, part] for one in (query, key, value))
-            alone = F.scaled_dot_product_attention(*given, is_causal=causal)
-            torch.testing.assert_close(packed[:, :, part], alone, rtol=0, atol=1e-14)
-        flex = create_mask(document_mask_mod(documents, causal=causal), 1, None, 8, 8, device="cpu")
-        assert torch.equal(flex, mask)
+    packed = F.scaled_dot_product_attention(query, key, value, attn_mask=document_mask(documents))
+    for part in (slice(0, 3), slice(3, 5), slice(5, 8)):
+        given = (one[:, :, part] for one in (query, key, value))
+        alone = F.scaled_dot_product_attention(*given, is_causal=True)
+        torch.testing.assert_close(packed[:, :, part], alone, rtol=0, atol=1e-14)
 
 
 def test_a_batch_is_what_a_data_loader_gives_and_goes_to_workers_as_a_path(files: TokenFiles) -> None:
@@ -111,7 +105,7 @@ def bert(tmp_path: Path, count: int = 3000) -> BertFiles:
 
 
 def test_masked_rows(tmp_path: Path) -> None:
-    rows = MaskedWindows(bert(tmp_path), 32, MASKING, within_documents=True)
+    rows = MaskedWindows(bert(tmp_path), 32, MASKING)
     assert len(rows) == 2 * (1500 // 30)
     numbers = np.array([3, 60])
     batch = rows.batch(numbers, 2)
@@ -120,9 +114,6 @@ def test_masked_rows(tmp_path: Path) -> None:
     assert (batch["tokens"].numpy() == wanted.tokens).all()
     assert (batch["places"].numpy() == wanted.places).all()
     assert (batch["labels"].numpy() == wanted.labels).all()
-    assert batch["documents"].tolist()[0] == [0] * 11 + [1] * 21
-    assert batch["positions"].tolist()[0] == [*range(11), *range(21)]
-    assert batch["positions"].tolist()[1] == [*range(32)]
 
 
 def test_masks_are_drawn_by_epoch_and_the_same_for_any_workers(tmp_path: Path) -> None:

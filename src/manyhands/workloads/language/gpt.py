@@ -115,7 +115,7 @@ def document_token_losses(model: nn.Module, batch: Mapping[str, Tensor]) -> tupl
 
 def _document_scores(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     tokens, documents, positions = (batch[name][:, :-1] for name in ("tokens", "documents", "positions"))
-    seen = document_mask(documents, causal=True)
+    seen = document_mask(documents)
     return model(tokens, seen=seen, positions=positions), next_tokens(batch)
 
 

@@ -13,7 +13,7 @@ run's plan: the same for any strategy and number of workers, and after a resume.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +33,6 @@ __all__ = [
     "TokenRows",
     "TokenWindows",
     "document_mask",
-    "document_mask_mod",
     "losses_of_rows",
     "next_tokens",
     "tensors",
@@ -51,7 +50,7 @@ class _Rows(NamedTuple):
 class TokenRows:
     """Rows of `size` consecutive tokens, one every `step`."""
 
-    def __init__(self, files: TokenFiles, size: int, step: int, *, within: bool) -> None:
+    def __init__(self, files: TokenFiles, size: int, step: int, *, within: bool = False) -> None:
         self._files, self._size, self._step, self._within = files, size, step, within
         counts = [max(0, (tokens - size) // step + 1) for tokens in files.shard_tokens]
         self._ends = np.cumsum(counts)
@@ -131,23 +130,16 @@ class MaskedWindows(BatchedDataset):
     """Rows of `length`: [CLS], consecutive tokens, [SEP]; masked anew in each epoch.
 
     A batch is a dict of tensors of int64: `tokens` (rows, length), the `places` of the targets in each row, the
-    `labels` there and, with `within_documents`, `documents` and `positions` of all tokens.
+    `labels` there.
     """
 
-    def __init__(
-        self,
-        files: TokenFiles,
-        length: int,
-        masking: Masking | None = None,
-        *,
-        within_documents: bool = False,
-    ) -> None:
+    def __init__(self, files: TokenFiles, length: int, masking: Masking | None = None) -> None:
         if length < 3:
             raise UserError(f"length is {length}; it must be at least 3, for [CLS], a token and [SEP]")
         tokenizer = files.tokenizer
         self._masking = masking or Masking.of(tokenizer)
         self._first, self._last = tokenizer.require_id("[CLS]"), tokenizer.require_id("[SEP]")
-        self._windows = TokenRows(files, length - 2, length - 2, within=within_documents)
+        self._windows = TokenRows(files, length - 2, length - 2)
 
     def __len__(self) -> int:
         return len(self._windows)
@@ -156,15 +148,7 @@ class MaskedWindows(BatchedDataset):
         rows = self._windows.rows(indices)
         whole = np.pad(rows.tokens, ((0, 0), (1, 1)))
         whole[:, 0], whole[:, -1] = self._first, self._last
-        found: dict[str, Any] = self._masking.mask(whole, indices, epoch)._asdict()
-        if rows.documents is not None and rows.positions is not None:
-            # [CLS] belongs to the first document of the row, and [SEP] to the last.
-            found["documents"] = np.pad(rows.documents, ((0, 0), (1, 1)), mode="edge")
-            in_first = rows.documents == 0
-            shifted = np.pad(rows.positions + in_first, ((0, 0), (1, 1)))
-            shifted[:, -1] = shifted[:, -2] + 1
-            found["positions"] = shifted
-        return tensors(found)
+        return tensors(self._masking.mask(whole, indices, epoch)._asdict())
 
 
 class MaskedDocuments(BatchedDataset):
@@ -221,23 +205,9 @@ def losses_of_rows(scores: Tensor, targets: Tensor) -> Tensor:
     return losses
 
 
-def document_mask(documents: Tensor, *, causal: bool) -> Tensor:
-    """Where attention may look, as `attn_mask` of `scaled_dot_product_attention`: (rows, 1, time, time) of bool."""
-    seen = documents[:, None, :, None] == documents[:, None, None, :]
-    return seen.tril() if causal else seen
-
-
-def document_mask_mod(
-    documents: Tensor, *, causal: bool
-) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """The same for `flex_attention`: `create_block_mask(document_mask_mod(…), rows, None, time, time)`."""
-
-    def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        del head
-        same = documents[row, query] == documents[row, key]
-        return same & (query >= key) if causal else same
-
-    return seen
+def document_mask(documents: Tensor) -> Tensor:
+    """Where causal attention may look, (rows, 1, time, time) of bool: `attn_mask` of `scaled_dot_product_attention`."""
+    return (documents[:, None, :, None] == documents[:, None, None, :]).tril()
 
 
 def tensors(arrays: dict[str, NDArray[Any]]) -> dict[str, Tensor]:

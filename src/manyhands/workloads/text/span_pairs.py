@@ -40,7 +40,7 @@ class SpanPairs(BatchedDataset):
             )
         self._span, self._kind, self._masking = (length - 3) // 2, kind, masking
         self._first, self._end = (files.tokenizer.require_id(token) for token in ("[CLS]", "[SEP]"))
-        self._windows = TokenRows(files, 2 * self._span, 2 * self._span, within=False)
+        self._windows = TokenRows(files, 2 * self._span, 2 * self._span)
 
     def __len__(self) -> int:
         return len(self._windows)
