@@ -95,8 +95,8 @@ def test_who_fits_is_not_refused_and_who_does_not_is_told_the_figure_and_the_num
         ("central", 1 + 90, 100 + 180),
         ("hogwild", 1 + 90, 100 + 180),
         ("sharded", 100 + 1, 100 + 90 + 180),
-        # The parameters that all read, and two copies of what servers keep
-        ("ps servers=2 replicas=1", 1 + 90, 100 + 2 * (100 + 180)),
+        # The parameters that all read, and two copies of what servers keep, with the sum of a step's gradients
+        ("ps servers=2 replicas=1", 1 + 90, 100 + 2 * (100 + 90 + 180)),
     ],
 )
 def test_who_holds_how_many_copies_follows_from_the_strategy(strategy: str, own: int, once: int) -> None:
