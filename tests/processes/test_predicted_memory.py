@@ -1,7 +1,7 @@
 """What each strategy says beforehand that its workers need at their peak, against what live workers allocate.
 
-`sharded` is in test_sharded_memory.py. Not counted, and so not here: outputs and gradients that a stage keeps while its
-neighbour has not taken them, which is a matter of time.
+`sharded` is in test_sharded_memory.py. Not foretold, since a matter of time: an output that a stage of a pipeline has
+sent and still holds, because its sending thread has not come to drop it. It is allowed for here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from torch.utils._pytree import tree_leaves
 
 import manyhands as mh
 from live_memory import Watch
+from manyhands.data.randomness import preserved
+from manyhands.facts import ModelFootprint
 from manyhands.foresight.estimate import estimate
+from manyhands.strategies.pipeline.strategy import Pipeline
 from manyhands.strategy import Strategy
 from manyhands.workloads.language.gpt import GPT
 from manyhands.workloads.language.next_token import next_byte_loss
@@ -93,6 +96,21 @@ def live(task: mh.Task, text: str, workers: int, folder: Path) -> float:
     return own + sum(shared.values())
 
 
+def still_sent(strategy: Strategy, footprint: ModelFootprint) -> int:
+    """Bytes that stages of a pipeline may still hold: at each cut, a micro-batch's largest output of one layer."""
+    if not isinstance(strategy, Pipeline):
+        return 0
+    sizes, traced = list[int](), footprint.traced
+    assert traced is not None
+    model = traced.copy()
+    for module in model.modules():
+        if not any(True for _ in module.children()):
+            module.register_forward_hook(lambda _module, _given, output: sizes.append(output.nbytes))
+    with preserved(), traced.tracing():
+        traced.task.loss(model, traced.batch(footprint.batch_size // strategy.microbatches))
+    return (strategy.table().parts - 1) * max(sizes)
+
+
 @pytest.mark.filterwarnings("ignore:hogwild on a dense model")
 @pytest.mark.parametrize(
     ("name", "workers", "text"), [*CASES, *(pytest.param(*case, marks=pytest.mark.soak) for case in LONG)]
@@ -101,11 +119,11 @@ def test_a_peak_is_foretold_within_a_twentieth(name: str, workers: int, text: st
     torch.manual_seed(0)
     task = TASKS[name]()
     footprint = estimate(task).footprint
-    rows = Strategy.parse(text).needs(footprint, workers)
-    said = sum(row.count * row.total for row in rows if row.who != "server")
-    seen = live(task, text, workers, tmp_path)
+    strategy = Strategy.parse(text)
+    said = sum(row.count * row.total for row in strategy.needs(footprint, workers) if row.who != "server")
+    seen, held = live(task, text, workers, tmp_path), still_sent(strategy, footprint)
     print(f"{name} {workers} {text}: {said} said, {seen:.0f} seen, {100 * (said / seen - 1):+.1f} %")
-    assert said == pytest.approx(seen, rel=0.05)
+    assert 0.95 * seen - held <= said <= 1.05 * seen
 
 
 @pytest.mark.parametrize(
