@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -84,11 +85,8 @@ def test_two_spans_of_a_row_are_in_order_or_apart(kind: str, tmp_path: Path) -> 
 
 def test_spans_that_cannot_be_had_are_one_sentence(tmp_path: Path) -> None:
     data = folder_of(tmp_path, "wordpiece")
-    for wrong in ({}, {"data": data, "rows": "documents"}):
-        with pytest.raises(
-            UserError, match=r"sentences is order; give a folder of .* as data, and leave rows out"
-        ):
-            build("bert", sentences="order", **wrong, **SIZES)
+    with pytest.raises(UserError, match=r"sentences is order and rows is documents; leave one out"):
+        build("bert", sentences="order", data=data, rows="documents", **SIZES)
     with pytest.raises(UserError, match="length is 4; two spans need at least 5"):
         build("bert", sentences="order", data=data, length=4, **SIZES)
 
@@ -268,6 +266,23 @@ def test_what_does_not_fit_is_one_sentence_before_anything_is_computed(tmp_path:
     shown = CliRunner().invoke(app, words)
     assert shown.exit_code != 0
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("task", "asked"),
+    [
+        ("gpt", {"rows": "documents"}),
+        ("gpt", {"length": 8}),
+        ("bert", {"rows": "documents"}),
+        ("bert", {"sentences": "next"}),
+        ("bert", {"sentences": "next", "task": "classification", "data": Path("table.csv")}),
+    ],
+)
+def test_how_tokens_are_read_is_said_of_tokens_alone(task: str, asked: dict[str, Any]) -> None:
+    name = next(iter(asked))
+    said = f"{name} is {asked[name]}, which says how tokens are read; give a folder of `manyhands tokenize` as data"
+    with pytest.raises(UserError, match=re.escape(said)):
+        build(task, **SIZES | asked)
 
 
 def test_a_run_is_not_resumed_with_another_tokenizer(tmp_path: Path) -> None:

@@ -113,10 +113,8 @@ class BertOptions(SizedOptions):
 
     def __post_init__(self) -> None:
         SizedOptions.__post_init__(self)
-        if self.sentences != "none" and (self.rows != "packed" or self.data is None):
-            raise UserError(
-                f"sentences is {self.sentences}; give a folder of `manyhands tokenize` as data, and leave rows out"
-            )
+        if self.sentences != "none" and self.rows != "packed":
+            raise UserError(f"sentences is {self.sentences} and rows is {self.rows}; leave one out")
 
 
 def bert(options: BertOptions | None = None) -> Task:

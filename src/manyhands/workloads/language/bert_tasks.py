@@ -70,6 +70,10 @@ class BertTaskOptions(BertOptions):
                 f"{self.data}: all rows to learn from have the label {self.labels[0]!r}; give two or more"
             )
 
+    @property
+    def reads_tokens(self) -> bool:
+        return self.task == "masked" and self.data is not None
+
     def _vocabulary_of_data(self) -> int | None:
         if self.task == "masked":
             return BertOptions._vocabulary_of_data(self)

@@ -85,6 +85,7 @@ class SizedOptions(TextOptions):
 
     presets: ClassVar[Mapping[str, ModelSizes]]
     layout: ClassVar[CheckpointLayout]
+    of_tokens: ClassVar[tuple[str, ...]] = ("length", "rows", "sentences")  # how a folder of tokens is read
 
     preset: str = option("tiny", "sizes by name; each may be given instead")
     context: int | None = option(None, "context length in tokens", at_least=1, shown=_PRESET)
@@ -113,6 +114,7 @@ class SizedOptions(TextOptions):
     def __post_init__(self) -> None:
         """Fill in the sizes that were not given, so that a run records all of them."""
         check_options(self)
+        self._require_tokens()
         given = {name: value for name, value in self._given().items() if value is not None}
         if self.init is not None and len(given) < len(fields(ModelSizes)):
             found = read_sizes(self.init, self.layout)
@@ -125,6 +127,19 @@ class SizedOptions(TextOptions):
             object.__setattr__(self, name, value)
         ModelSizes(**{**found, **given})  # checked against each other
         self._fill_in_lora()
+
+    @property
+    def reads_tokens(self) -> bool:
+        return self.data is not None
+
+    def _require_tokens(self) -> None:
+        for one in () if self.reads_tokens else fields(self):
+            value = getattr(self, one.name)
+            if one.name in self.of_tokens and value != one.default:
+                raise UserError(
+                    f"{one.name} is {value}, which says how tokens are read; give a folder of `manyhands tokenize` as "
+                    f"data, or leave {one.name} out"
+                )
 
     def _fill_in_lora(self) -> None:
         if self.lora is None and self.adapter is not None:
