@@ -19,6 +19,7 @@ With the gradient of all data and α below 2/L it converges to the minimum of lo
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ from manyhands.errors import UserError
 __all__ = ["FTRL", "LAMB", "ProximalSGD"]
 
 
-class _EachAlone(Optimizer):
+class _EachAlone(Optimizer, ABC):
     """Updates one parameter after another, by its gradient."""
 
     @torch.no_grad()
@@ -44,8 +45,9 @@ class _EachAlone(Optimizer):
                     self._update(parameter, parameter.grad, group)
         return loss
 
+    @abstractmethod
     def _update(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        raise NotImplementedError
+        """Update one weight and its state, with the settings of its group."""
 
 
 class FTRL(_EachAlone):
