@@ -398,9 +398,7 @@ class TaskProfile:
     rest: ComputeTime = ComputeTime()
     """Everything else that grows with the samples of a worker: loading, the loss, recording."""
     optimizer_s: float = 0.0  # a step of all parameters, while the other workers take theirs
-    owners_s: float | None = (
-        None  # the same by owners of slices, in one pass; None: as the optimizer takes it
-    )
+    owners_s: float | None = None  # the same by owners of slices, in one pass; None: as the optimizer
     owner_alone_s: float | None = None  # by an owner while nobody else does; None: not measured
     slowest: float = 1.0
     """How many times as long as a worker's share of a step takes that of the slowest of all workers, in the median."""

@@ -18,7 +18,7 @@ __all__ = ["compiled_loss", "compiles"]
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
-# Over rows of 50,000 scores two passes are faster than one that keeps a running maximum: 2.6 for 3.4 ms on an H200.
+# Over wide rows of scores two passes are faster than one that keeps a running maximum, which costs two exponentials.
 _TWO_PASSES: dict[str, Any] = {"online_softmax": False}
 
 
@@ -50,10 +50,8 @@ def compiled_loss(loss: Loss, backend: str = "inductor") -> Loss:
 
 def _stands_in_its_module(loss: Loss) -> bool:
     """Not so in a worker to which a function of a script was sent: torch looks up its names in another `__main__`."""
-    names, module = (
-        getattr(loss, "__globals__", None),
-        sys.modules.get(getattr(loss, "__module__", None) or ""),
-    )
+    names = getattr(loss, "__globals__", None)
+    module = sys.modules.get(getattr(loss, "__module__", None) or "")
     return names is None or (module is not None and names is vars(module))
 
 

@@ -62,9 +62,8 @@ class BatchCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: torch.cuda.Stream | None = (
-            None  # made for the first batch: a GPU is not woken up before
-        )
+        # Made for the first batch: a GPU is not woken up before.
+        self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, batch: Any) -> Any:
         if self._device.type != "cuda":

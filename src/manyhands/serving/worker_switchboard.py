@@ -139,7 +139,7 @@ class WorkerSwitchboard(ABC):
             self._ready(worker)
             while True:
                 self._heard(worker, json.loads(await self._frame(reader)))
-        except (asyncio.IncompleteReadError, OSError, ManyhandsError):  # it is gone; `Replicas` reports why
+        except (asyncio.IncompleteReadError, OSError):  # it is gone; `Replicas` reports why
             pass
         finally:
             connection.writer.close()
@@ -148,7 +148,12 @@ class WorkerSwitchboard(ABC):
 
     @staticmethod
     async def _frame(reader: asyncio.StreamReader) -> bytes:
-        return await reader.readexactly(frame_length(await reader.readexactly(LENGTH.size)))
+        head = await reader.readexactly(LENGTH.size)
+        try:
+            length = frame_length(head)
+        except ManyhandsError as error:
+            raise OSError(str(error)) from error  # no worker of ours: as if it were gone
+        return await reader.readexactly(length)
 
     def _do(self, actions: Sequence[Any]) -> None:
         for action in actions:
