@@ -1,0 +1,1 @@
+"""Reinforcement learning: actors turn a policy and environments into rollouts, which every strategy learns from."""
