@@ -176,13 +176,19 @@ class CountedGroup(LinkGroup):
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 @pytest.mark.parametrize("items", [0, 1, 32 << 10, (32 << 10) + 1, 100_003])
 def test_a_group_says_what_its_sum_sends(world: int, items: int) -> None:
-    total = Traffic()
+    """And its first member what each of them sends: pieces of a sum that world does not divide differ."""
+    total, first = Traffic(), PlayedGroup(0, world)
+    sizes = [[items + (index < 2)] for index in range(world)]
+    first.all_gather(torch.ones(sizes[0]), sizes)
+    first.all_reduce(torch.ones(items))
     for index in range(world):
         counted, played = CountedGroup(index, world), PlayedGroup(index, world)
         counted.all_reduce(torch.ones(items))
         played.all_reduce(torch.ones(items))
         assert played.traffic() == counted.sent
         total += counted.sent
+        counted.all_gather(torch.ones(sizes[index]), sizes)
+        assert first.traffic_of(index) == counted.sent
     assert grid_group.traffic_of_sum(4 * items, world) == total
 
 

@@ -126,7 +126,7 @@ def _estimate(task: Task, mode: FakeTensorMode | None, report: Callable[[str], N
             task=task,
             model=model,
             optimizer=optimizer,
-            copy=lambda: _copied(task, mode),
+            copy=lambda: _copied(model, mode),
             tracing=lambda: mode if mode is not None else nullcontext(),
             batch=lambda count: source.fetch(range(min(count, len(source)))),
         ),
@@ -134,13 +134,11 @@ def _estimate(task: Task, mode: FakeTensorMode | None, report: Callable[[str], N
     return Estimate(footprint=footprint, how=_HOW[mode is not None], model=model)
 
 
-def _copied(task: Task, mode: FakeTensorMode | None) -> nn.Module:
-    """A model of its own, also where the task's function returns one that exists."""
+def _copied(model: nn.Module, mode: FakeTensorMode | None) -> nn.Module:
     with mode if mode is not None else nullcontext():
-        model = task.model()
         # A copy of a parameter without memory would not be a leaf of autograd's graph, as a new one is.
         made: dict[int, Any] = {
-            id(one): nn.Parameter(one.detach().clone(), one.requires_grad) for one in model.parameters()
+            id(one): nn.Parameter(torch.empty_like(one), one.requires_grad) for one in model.parameters()
         }
         return copy.deepcopy(model, made)
 

@@ -46,6 +46,8 @@ class CountedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         made = function(*args, **(kwargs or {}))
+        if function is _DEVICE:  # which autograd asks of every tensor without memory, most of all calls
+            return made
         for one in tree_leaves(made):
             if isinstance(one, Tensor) and one.layout is torch.strided:
                 self._add(one.untyped_storage())
@@ -96,6 +98,8 @@ def _copied_backward(_made: object, args: Sequence[Any]) -> int:
     gradient, x = args[:2]
     return int(gradient.nbytes + x.nbytes)
 
+
+_DEVICE: Final = torch.ops.prim.device.default
 
 # oneDNN, which computes convolutions on a CPU, copies tensors into a layout of its own: in forward the input until the
 # output is there, which is then copied back; for the gradient of the weights the output's gradient and the input.

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from manyhands.data.randomness import preserved
 from manyhands.engine.chain import applied, chain_of
-from manyhands.engine.exchange import Traffic
 from manyhands.errors import UserError
 from manyhands.facts import TracedModel
 from manyhands.strategies.common.grid.grid_group import PlayedGroup
@@ -16,7 +15,7 @@ from manyhands.strategies.common.sharding.layer_units import units_of
 from manyhands.strategies.pipeline.cuts import parts_of
 from manyhands.strategies.pipeline.ends import StandIn, call_of
 from manyhands.strategies.tensor.lazy_tensor import as_whole
-from manyhands.strategies.tensor.played_slices import are_alike, each_slice
+from manyhands.strategies.tensor.played_slices import each_slice, like_slices
 from manyhands.strategies.tensor.slicing import slice_modules
 from manyhands.strategies.tensor.slicing_plan import Slicing, find_plan
 
@@ -49,9 +48,9 @@ class _Output(NamedTuple):
 class PlayedChain(NamedTuple):
     """One slice of all stages after a forward and a backward of some samples; see `Played`."""
 
-    sent: Traffic
+    group: PlayedGroup
     parameters: list[nn.Parameter]
-    alike: bool
+    like: list[int]
     model: nn.Module
     outputs: tuple[_Output | None, ...]  # by layer; None for no tensor, and inside the stages of slices
 
@@ -97,7 +96,7 @@ def play_chain(traced: TracedModel, slices: int, samples: int, cuts: Cuts | None
     if key not in traced.played:
         with preserved():
             traced.played[key] = each_slice(
-                slices, lambda index: _played_slice(traced, index, slices, samples, cuts or ())
+                lambda index: _played_slice(traced, index, slices, samples, cuts or ())
             )
     found: list[PlayedChain] = traced.played[key]
     return found
@@ -122,5 +121,9 @@ def _played_slice(traced: TracedModel, index: int, slices: int, samples: int, cu
             outputs.append(None)
     traced.task.loss(StandIn(output=x), batch).backward()
     return PlayedChain(
-        group.traffic(), list(model.parameters()), are_alike(model, plan), model, tuple(outputs)
+        group,
+        list(model.parameters()),
+        like_slices(model, plan, group.world),
+        model,
+        tuple(outputs),
     )

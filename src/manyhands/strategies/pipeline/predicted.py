@@ -20,6 +20,7 @@ from manyhands.strategies.pipeline.cuts import balanced
 from manyhands.strategies.pipeline.exchange import holding_of
 from manyhands.strategies.pipeline.played_chain import Cuts, PlayedChain, play_chain
 from manyhands.strategies.pipeline.strategy import Pipeline
+from manyhands.strategies.tensor.played_slices import sent_by_all
 from manyhands.strategy import WorkerTraffic, silent
 
 __all__ = ["sent_in_step"]
@@ -47,8 +48,9 @@ def sent_in_step(strategy: Pipeline, traced: TracedModel, workers: int) -> list[
     slices: list[PlayedChain] = []
     for piece in pieces:
         slices = _played(strategy, traced, piece, cuts)
+        total += sent_by_all(slices)
         for one in slices:
-            total += one.sent + _over_borders(strategy, one, cuts)
+            total += _over_borders(strategy, one, cuts)
     for one in slices:
         total += _of_gradients(strategy, one, cuts, grid.data)
     return [WorkerTraffic.of_all("worker", workers, total.bytes_sent, total.messages_sent)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,14 @@ def cuts_by_work(traced: TracedModel, parts: int, samples: int) -> tuple[int, ..
     """Where parts have about the same number of operations; None for what is no chain, or one that is too short."""
     if not is_chain(traced.model):
         return None
+    key = ("work of layers", samples)
+    if key not in traced.played:
+        traced.played[key] = _work_of_layers(traced, samples)
+    work: list[float] = traced.played[key]
+    return balanced(work, parts)
+
+
+def _work_of_layers(traced: TracedModel, samples: int) -> list[float]:
     model = traced.copy()
     chain, work = chain_of(model), list[float]()
     with preserved(), traced.tracing(), torch.no_grad():
@@ -37,7 +46,7 @@ def cuts_by_work(traced: TracedModel, parts: int, samples: int) -> tuple[int, ..
                 x = applied(module, x, named)
             values = sum(one.numel() for one in tree_leaves(x) if isinstance(one, Tensor))
             work.append(counted.get_total_flops() + values)
-    return balanced(work, parts)
+    return work
 
 
 def needs_of_stages(
@@ -57,13 +66,14 @@ def needs_of_stages(
     assert traced is not None, "the chain is known"
     held, held_bytes = most_held(table, by_part=True), _bytes_of_places(traced)
     parts = parts_of(cuts, len(held_bytes))
+    played_parts = _played(traced, parts, samples)
     rows = []
     for stage in range(table.stages):
-        own = [(held[number], part) for number, part in enumerate(parts) if number % table.stages == stage]
-        weights = sum(held_bytes[place] for _, part in own for place in part)
+        own = range(stage, len(parts), table.stages)
+        weights = sum(held_bytes[place] for number in own for place in parts[number])
         share = weights / (model.parameters or 1)
         gradients = round(model.gradients * share)
-        played = [(count, _played(traced, part, samples)) for count, part in own]
+        played = [(held[number], played_parts[number]) for number in own]
         kept = sum(count * (one.given if recompute else one.kept) for count, one in played)
         working = kept + max(one.peak - (one.given if recompute else one.kept) for _, one in played)
         rows.append(
@@ -89,36 +99,40 @@ class _PlayedPart(NamedTuple):
     peak: int
 
 
-def _played(traced: TracedModel, part: range, samples: int) -> _PlayedPart:
-    key = ("part of a pipeline", part, samples)
+def _played(traced: TracedModel, parts: Sequence[range], samples: int) -> list[_PlayedPart]:
+    key = ("parts of a pipeline", tuple(parts), samples)
     if key not in traced.played:
         with preserved(), traced.tracing():
-            traced.played[key] = _play(traced, part, samples)
-    found: _PlayedPart = traced.played[key]
+            traced.played[key] = list(_play(traced, parts, samples))
+    found: list[_PlayedPart] = traced.played[key]
     return found
 
 
-def _play(traced: TracedModel, part: range, samples: int) -> _PlayedPart:
+def _play(traced: TracedModel, parts: Sequence[range], samples: int) -> Iterator[_PlayedPart]:
+    """One after the other, each with its backward; it leaves to the next what it hands on."""
     model = traced.copy()
     chain, batch = chain_of(model), traced.batch(samples)
-    (x, named), is_last = call_of(traced.task.loss, batch), part.stop == len(chain)
-    with torch.no_grad():
-        for place in range(part.start):
-            x = applied(chain[place], x, named)
-    came, given = [one for one in tree_leaves(x) if isinstance(one, Tensor)], 0
-    if part.start:
-        x = x.detach().requires_grad_(x.is_floating_point())
-        given = x.nbytes
+    x, named = call_of(traced.task.loss, batch)
     fixed = [one for one in tree_leaves(batch) if isinstance(one, Tensor)]
-    counted = CountedMemory([*model.parameters(), *model.buffers(), *fixed, *came])
-    with counted.of_gradients(model), counted:
-        for place in part:
-            x = applied(chain[place], x, named)
-        root = traced.task.loss(StandIn(output=x), batch) if is_last else x
-        kept = counted.now
-        if root.requires_grad:
-            root.backward(None if is_last else torch.empty_like(root))
-    return _PlayedPart(given, given + kept, given + counted.peak_beside)
+    for part in parts:
+        came, given, is_last = (
+            [one for one in tree_leaves(x) if isinstance(one, Tensor)],
+            0,
+            part is parts[-1],
+        )
+        if part.start:
+            x = x.detach().requires_grad_(x.is_floating_point())
+            given = x.nbytes
+        counted = CountedMemory([*model.parameters(), *model.buffers(), *fixed, *came])
+        with counted.of_gradients(model), counted:
+            for place in part:
+                x = applied(chain[place], x, named)
+            root = traced.task.loss(StandIn(output=x), batch) if is_last else x
+            kept = counted.now
+            if root.requires_grad:
+                root.backward(None if is_last else torch.empty_like(root))
+        model.zero_grad(set_to_none=True)
+        yield _PlayedPart(given, given + kept, given + counted.peak_beside)
 
 
 def _bytes_of_places(traced: TracedModel) -> list[int]:

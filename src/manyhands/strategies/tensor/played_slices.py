@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from torch import nn
@@ -20,13 +20,14 @@ from manyhands.strategies.tensor.slicing_plan import Plan, SliceKind
 
 __all__ = [
     "PlayedSlice",
-    "are_alike",
     "each_slice",
     "held_in_slices",
     "held_shares",
+    "like_slices",
     "moved_in_pieces",
     "piece_of",
     "played",
+    "sent_by_all",
 ]
 
 
@@ -34,16 +35,16 @@ class Played(Protocol):
     """One slice of a model after a forward and a backward."""
 
     @property
-    def sent(self) -> Traffic:
-        """What it sent to the other slices."""
+    def group(self) -> PlayedGroup:
+        """Its end of the group of slices, which knows what they sent."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """What it holds of each parameter, in the order of the model, with gradients."""
 
     @property
-    def alike(self) -> bool:
-        """Whether all slices have the same sizes and send the same."""
+    def like(self) -> Sequence[int]:
+        """For each slice the first one with the same sizes."""
 
 
 P = TypeVar("P", bound=Played)
@@ -52,9 +53,9 @@ P = TypeVar("P", bound=Played)
 class PlayedSlice(NamedTuple):
     """See `Played`."""
 
-    sent: Traffic
+    group: PlayedGroup
     parameters: list[nn.Parameter]
-    alike: bool
+    like: list[int]
     shares: tuple[float, ...]  # of each unit of the model, how much this slice computes
     peaks: StepPeaks
 
@@ -84,7 +85,7 @@ def held_in_slices(traced: TracedModel, slices: int, samples: int) -> PlayedSlic
 def moved_in_pieces(traced: TracedModel, slices: int, samples: int) -> Traffic:
     """What all slices of a replica send for so many samples, in forward and backward."""
     pieces = cut(samples, traced.task.microbatches)
-    return sum((one.sent for piece in pieces for one in played(traced, slices, len(piece))), Traffic())
+    return sum((sent_by_all(played(traced, slices, len(piece))) for piece in pieces), Traffic())
 
 
 def piece_of(traced: TracedModel, samples: int) -> int:
@@ -97,17 +98,23 @@ def played(traced: TracedModel, slices: int, samples: int) -> list[PlayedSlice]:
     key = ("tensor", slices, samples)
     if key not in traced.played:
         with preserved():
-            traced.played[key] = each_slice(
-                slices, lambda index: _played_slice(traced, index, slices, samples)
-            )
+            traced.played[key] = each_slice(lambda index: _played_slice(traced, index, slices, samples))
     found: list[PlayedSlice] = traced.played[key]
     return found
 
 
-def each_slice(slices: int, play: Callable[[int], P]) -> list[P]:
-    """Every slice, played; only the first one where all are alike."""
-    first = play(0)
-    return [first] * slices if first.alike else [first, *map(play, range(1, slices))]
+def sent_by_all(slices: Sequence[Played]) -> Traffic:
+    """What slices send to each other; one that stands for another knows also what that one sends."""
+    return sum((one.group.traffic_of(index) for index, one in enumerate(slices)), Traffic())
+
+
+def each_slice(play: Callable[[int], P]) -> list[P]:
+    """Every slice; of those with the same sizes only the first is played."""
+    found = {0: play(0)}
+    like = found[0].like
+    for index in sorted(set(like) - {0}):
+        found[index] = play(index)
+    return [found[one] for one in like]
 
 
 def _played_slice(traced: TracedModel, index: int, slices: int, samples: int) -> PlayedSlice:
@@ -127,9 +134,9 @@ def _played_slice(traced: TracedModel, index: int, slices: int, samples: int) ->
         return mine.local.numel() if mine else one.numel() / (slices if id(one) in by_rows else 1)
 
     return PlayedSlice(
-        sent=group.traffic(),
+        group=group,
         parameters=[cut_ones[id(one)].local if id(one) in cut_ones else one for one in wholes],
-        alike=are_alike(model, sliced.plan),
+        like=like_slices(model, sliced.plan, slices),
         shares=tuple(
             sum(map(held, unit.parameters)) / sum(map(nn.Parameter.numel, unit.parameters)) for unit in units
         ),
@@ -137,10 +144,12 @@ def _played_slice(traced: TracedModel, index: int, slices: int, samples: int) ->
     )
 
 
-def are_alike(model: nn.Module, plan: Plan) -> bool:
-    """Whether all slices of a sliced model have the same sizes; those of an image's rows differ in their neighbours."""
-    by_rows = any(how.kind is SliceKind.SPATIAL for how in plan.values())
+def like_slices(model: nn.Module, plan: Plan, slices: int) -> list[int]:
+    """For each slice of a model the first one with the same sizes; those of an image's rows differ in neighbours."""
+    if any(how.kind is SliceKind.SPATIAL for how in plan.values()):
+        return list(range(slices))
     cuts = [
         cuts for one in model.modules() if isinstance(one, SlicedModule) for cuts in one.sliced.cuts.values()
     ]
-    return not by_rows and all(len({cut.end - cut.begin for cut in found}) == 1 for found in cuts)
+    sizes = [tuple(found[index].end - found[index].begin for found in cuts) for index in range(slices)]
+    return [sizes.index(one) for one in sizes]

@@ -162,23 +162,58 @@ class LinkGroup:
 
 
 class PlayedGroup(LinkGroup):
-    """One member's end of a group that is not there: what it sends is counted, and what it receives is zeros.
+    """One member's end of a group that is not there: what members send is counted, and what it receives is zeros.
 
     It takes as much memory meanwhile as a member's end does.
     """
 
     def __init__(self, index: int, world: int) -> None:
         super().__init__(index, range(world), {}, 1.0, kind=0, name="played")
-        self._sent = Traffic()
+        self._sent = [Traffic()] * world
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        if self.world == 1 or not tensor.numel():
+            return tensor
+        flat, others = _flat(tensor), self.world - 1
+        pieces, messages = [flat.nbytes] * self.world, others
+        sent = [others * flat.nbytes] * self.world
+        if flat.nbytes > _AT_ONCE_BYTES:
+            pieces = [
+                flat.itemsize * len(split(flat.numel(), index, self.world)) for index in range(self.world)
+            ]
+            sent = [flat.nbytes - piece + others * piece for piece in pieces]
+            messages += others
+        self._count(sent, messages)
+        # The pieces of the others, and their sum: of 16-bit types in 32 bits, and then rounded.
+        of_sum = 3 if flat.dtype in HALVES else 1
+        flat.new_empty((others + of_sum) * pieces[self.index], dtype=torch.uint8)
+        return tensor
 
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
         num_bytes = sum(payload.nbytes for payload in sends.values())
-        self._sent += Traffic(messages_sent=len(sends), bytes_sent=num_bytes)
+        self._sent[self.index] += Traffic(messages_sent=len(sends), bytes_sent=num_bytes)
         for space in receives.values():
             space.zero_()
 
     def traffic(self) -> Traffic:
-        return self._sent
+        return self._sent[self.index]
+
+    def traffic_of(self, index: int) -> Traffic:
+        """What a member sends in the sums and gathers; what it sends to single members, only its own end knows."""
+        return self._sent[index]
+
+    def _hand_out(self, pieces: Sequence[Tensor]) -> None:
+        others = self.world - 1
+        self._count([others * piece.nbytes for piece in pieces], others)
+        for index in self._others():
+            pieces[index].zero_()
+
+    def _count(self, num_bytes: Sequence[int], messages: int) -> None:
+        """A collective call, with the bytes of each member."""
+        self._sent = [
+            before + Traffic(messages_sent=messages, bytes_sent=more)
+            for before, more in zip(self._sent, num_bytes, strict=True)
+        ]
 
 
 def _traffic_of_sum(num_bytes: int, index: int, members: int) -> Traffic:
