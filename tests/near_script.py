@@ -1,7 +1,7 @@
 """One process of a run on `ps` whose workers push by host: near_script.py DIRECTORY STRATEGY [KILLED_RANK].
 
 Prints `weights DIGEST` where the run ends with a result; the process of the killed rank dies in its third gradient,
-once.
+once. With a bound on staleness each batch is one worker's, and the model so large that pushes leave in order.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,6 +20,18 @@ import manyhands as mh
 from placed_script import RANK, STEPS, digest, loss, options, say, task
 
 COUNT = [0]
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 20_000), nn.Tanh(), nn.Linear(20_000, 2)).double()
+
+
+def task_for(strategy: str, measure: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor] = loss) -> mh.Task:
+    return replace(task(measure), model=wide) if "bounded" in strategy else task(measure)
+
+
+def steps_for(strategy: str) -> int:
+    return 4 * STEPS if "bounded" in strategy else STEPS
 
 
 def main(directory: Path, strategy: str, killed: int = -1) -> None:
@@ -30,7 +44,13 @@ def main(directory: Path, strategy: str, killed: int = -1) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return loss(of, batch)
 
-    run = mh.fit(task(measure), strategy, steps=STEPS, out=directory / "run", options=options())
+    run = mh.fit(
+        task_for(strategy, measure),
+        strategy,
+        steps=steps_for(strategy),
+        out=directory / "run",
+        options=options(),
+    )
     say("weights", digest(run))
     if RANK == 0:
         torch.save(run.model.state_dict(), directory / "weights.pt")

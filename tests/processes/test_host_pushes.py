@@ -22,14 +22,15 @@ from manyhands.strategies.ps.audit import Verdict, audit_run
 from manyhands.strategies.ps.log_rows import StepRow
 from manyhands.strategies.ps.replay import replay
 from manyhands.strategies.ps.update_files import read_logs
-from placed_script import STEPS, options, task
+from placed_script import STEPS, options
 
 __all__ = ["two_hosts"]
 
 SCRIPT = Path(near_script.__file__)
 HOST_OF = (0, 0, 0, 1, 1)  # by rank: the server, then two workers on each host
 PATIENCE_S = 300.0
-SERVERS = {"ps": 1, "ps servers=2": 2}
+IN_STEP = ("ps", "ps servers=2")
+BOUNDED = "ps consistency=bounded:2 servers=2"
 
 
 def free_port() -> str:
@@ -38,10 +39,14 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
+def servers_of(strategy: str) -> int:
+    return 2 if "servers=2" in strategy else 1
+
+
 def run_all(hosts: Hosts, strategy: str, folder: Path, killed: int = -1) -> None:
     """Run to the end; the process that is killed is started once more, as whoever started it would."""
     places = {"MASTER_ADDR": hosts.address(0), "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
-    hosted = (0,) * (SERVERS[strategy] - 1) + HOST_OF
+    hosted = (0,) * (servers_of(strategy) - 1) + HOST_OF
     variables = {**os.environ, **places, "WORLD_SIZE": str(len(hosted))}
 
     def start(rank: int) -> subprocess.Popen[bytes]:
@@ -67,13 +72,14 @@ def run_all(hosts: Hosts, strategy: str, folder: Path, killed: int = -1) -> None
 
 
 def check(strategy: str, folder: Path) -> list[StepRow]:
-    """The weights are those of one process, and the record holds; the steps of every shard."""
-    one = mh.fit(task(), "ps", workers=1, steps=STEPS, options=options())
-    ended = torch.load(folder / "weights.pt")
-    assert distance(ended, one.model.state_dict()) < 1e-9
+    """In step, the weights are those of one process; the record holds. The steps of every shard."""
+    one = near_script.task_for(strategy)
+    if strategy != BOUNDED:
+        alone = mh.fit(one, "ps", workers=1, steps=STEPS, options=options())
+        assert distance(torch.load(folder / "weights.pt"), alone.model.state_dict()) < 1e-9
     found = audit_run(folder / "run")
     assert found.found.verdict is Verdict.COMPLETE, found
-    again = replay(folder / "run", task())
+    again = replay(folder / "run", one)
     assert again.first_difference is None
     assert again.same_bytes, again
     logs = read_logs(folder / "run")
@@ -82,13 +88,13 @@ def check(strategy: str, folder: Path) -> list[StepRow]:
     ]
 
 
-@pytest.mark.parametrize("strategy", list(SERVERS))
+@pytest.mark.parametrize("strategy", IN_STEP)
 def test_two_hosts_push_once_each_and_end_with_the_weights_of_one_process(
     strategy: str, two_hosts: Hosts, tmp_path: Path
 ) -> None:
     run_all(two_hosts, strategy, tmp_path)
     steps = check(strategy, tmp_path)
-    assert len(steps) == STEPS * SERVERS[strategy]
+    assert len(steps) == STEPS * servers_of(strategy)
     for row in steps:  # while the workers of a host still connect to each other, each pushes alone
         found = [update.carrier for update in row.updates]
         assert found == [-1, 0, -1, 2] or row.version <= 2, row
@@ -105,6 +111,16 @@ def test_a_killed_worker_of_a_host_is_replaced_and_the_others_go_on(
     carriers = {tuple(update.carrier for update in row.updates) for row in steps}
     assert (-1, 0, -1, 2) in carriers
     assert any(found[2:] == (-1, -1) for found in carriers), "the step of the death was pushed alone"
+
+
+@pytest.mark.parametrize("killed", [-1, 4])
+def test_pushes_within_a_bound_leave_in_order_and_are_complete(
+    killed: int, two_hosts: Hosts, tmp_path: Path
+) -> None:
+    run_all(two_hosts, BOUNDED, tmp_path, killed=killed)
+    steps = check(BOUNDED, tmp_path)
+    assert len(steps) == 2 * near_script.steps_for(BOUNDED)
+    assert {update.slot for row in steps for update in row.updates} == {0, 1, 2, 3}
 
 
 def test_parameters_are_sent_while_gradients_arrive_and_are_those_of_shared_memory(tmp_path: Path) -> None:

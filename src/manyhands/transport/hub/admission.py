@@ -111,11 +111,16 @@ def check_address(address: str, security: Security) -> str | tuple[str, int]:
     raise _no_address(address)
 
 
-def tune(end: socket.socket, patience_s: float) -> None:
-    """Disable Nagle's delay, and let the kernel drop a TCP peer that accepts nothing for `patience_s`."""
+def tune(end: socket.socket, patience_s: float, unsent_bytes: int = 0) -> None:
+    """Disable Nagle's delay, and let the kernel drop a TCP peer that accepts nothing for `patience_s`.
+
+    With `unsent_bytes` the kernel takes no more than that of what it cannot send yet.
+    """
     if end.family == socket.AF_INET:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         end.setsockopt(socket.IPPROTO_TCP, _TCP_USER_TIMEOUT, int(patience_s * 1000))
+        if unsent_bytes:
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, unsent_bytes)
 
 
 def origin(end: socket.socket) -> str:

@@ -16,6 +16,7 @@ from manyhands.transport.security import Security
 __all__ = [
     "Arrived",
     "Arriving",
+    "Drained",
     "HubEvent",
     "Joined",
     "Lost",
@@ -36,7 +37,8 @@ class Settings:
     `queue_bytes` bounds what is queued for one peer; `arena_bytes` is the capacity for payloads in shared memory, per
     direction of a Unix connection; `spin_s` is how long `poll` spins before it sleeps; `connect_s` is how long a member
     that does not answer is dialled; `security` says how TCP connections are protected. With `progress_bytes`, a payload
-    that is being received is reported whenever so many more of its bytes are here; 0: never.
+    that is being received is reported whenever so many more of its bytes are here; 0: never. With `unsent_bytes`, the
+    kernel takes no more than that of what it cannot send yet, and the end of a queue is reported, too.
     """
 
     limits: Limits = field(default_factory=Limits)
@@ -46,10 +48,12 @@ class Settings:
     spin_s: float = 0.0
     connect_s: float = 60.0
     progress_bytes: int = 0
+    unsent_bytes: int = 0
     security: Security = field(default_factory=Security.loopback)
 
     def __post_init__(self) -> None:
-        for name in ("queue_bytes", "arena_bytes", "spin_s", "connect_s", "progress_bytes"):
+        numbers = ("queue_bytes", "arena_bytes", "spin_s", "connect_s", "progress_bytes", "unsent_bytes")
+        for name in numbers:
             if getattr(self, name) < 0:
                 raise UserError(f"{name}={getattr(self, name)} must be at least 0")
 
@@ -87,6 +91,12 @@ class Arriving(NamedTuple):
     member: int
     message: Any
     num_bytes: int
+
+
+class Drained(NamedTuple):
+    """The kernel has taken all that was queued for a member."""
+
+    member: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,4 +138,4 @@ class Rejected:
     count: int = 1
 
 
-HubEvent = Joined | Arrived | Arriving | Shared | Ready | Lost | Rejected
+HubEvent = Joined | Arrived | Arriving | Drained | Shared | Ready | Lost | Rejected

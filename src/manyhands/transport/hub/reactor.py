@@ -37,6 +37,7 @@ from manyhands.transport.hub.handshake import (
 from manyhands.transport.hub.hub_events import (
     Arrived,
     Arriving,
+    Drained,
     HubEvent,
     Joined,
     Lost,
@@ -166,6 +167,12 @@ class Reactor:
                 connection.send_control(connection.handshake.hello())
         elif not connection.shaking and mask & _OUT:
             connection.outbox.pump()
+            if (
+                self.settings.unsent_bytes
+                and connection.member is not None
+                and not connection.outbox.pending_bytes
+            ):
+                self.events.append(Drained(connection.member))
         if not mask & ~_OUT and not connection.shaking:
             return
         if connection.member is not None:
@@ -202,7 +209,7 @@ class Reactor:
             self._drop(connection, f"{_DEFECT}: {error!r}")
 
     def _new(self, end: socket.socket, expected: int | None) -> Connection:
-        tune(end, _PATIENCE * self.settings.liveness.silence_s)
+        tune(end, _PATIENCE * self.settings.liveness.silence_s, self.settings.unsent_bytes)
         epoll, descriptor = self.epoll, end.fileno()
         connection = Connection(
             self.settings.security.begin(end, server_side=expected is None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -69,6 +70,7 @@ CODEC = MessageCoder(
 )
 
 AHEAD_BYTES = 512 << 10  # parameters are sent ahead in parts of at least this size
+UNSENT_BYTES = 512 << 10  # of a push, what the kernel still has to send when the next one may begin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +112,16 @@ class Job:
         return self.strategy.link == "tcp" and self.strategy.adds_up and not self.plan.task.sparse
 
     @property
+    def orders_pushes(self) -> bool:
+        """Whether pushes leave one after another: over a cable, where each is answered without all others."""
+        return self.by_host and self.strategy.link == "tcp" and not self.strategy.consistency.lockstep
+
+    @property
+    def gate(self) -> str:
+        """The name of the run's gate among processes of one host, which nobody else can guess."""
+        return f"manyhands-{hashlib.sha256(b'gate' + self.token.encode()).hexdigest()[:32]}"
+
+    @property
     def averaging(self) -> Averaging | None:
         """How shards average pushed parameters; None if gradients are pushed."""
         if not self.strategy.averages:
@@ -136,6 +148,7 @@ class Job:
             connect_s=self.timeout_s,
             security=self.security,
             progress_bytes=AHEAD_BYTES if role == "server" and self.answers_ahead else 0,
+            unsent_bytes=UNSENT_BYTES if role == "worker" and self.orders_pushes else 0,
         )
         return Hub(credentials, CODEC, settings=settings, **options)
 

@@ -12,6 +12,7 @@ from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import NOBODY, EventKind
 from manyhands.strategies.ps.live.area import AreaPart
 from manyhands.strategies.ps.live.ps_job import Job
+from manyhands.strategies.ps.live.push_order import HostGate, PushOrder
 from manyhands.strategies.ps.live.shard_encoding import as_tensor
 from manyhands.strategies.ps.live.worker_state import WorkerState
 from manyhands.strategies.ps.ps_messages import (
@@ -38,6 +39,7 @@ from manyhands.transport.messages import ProtocolError
 __all__ = ["WorkerMail", "message_number", "require_shard", "wire_of_link"]
 
 _MAX_NUMBER = 2**32 - 1
+_ORDERED_FROM_BYTES = 1 << 20  # below this, waiting for another worker takes longer than its push
 _FOR_WORKERS = (
     Welcome,
     Parameters,
@@ -83,9 +85,27 @@ class WorkerMail:
         self._wire = wire_of_link(job.strategy)
         self._shards, self._is_inline = job.strategy.servers, job.strategy.link == "tcp"
         self._unsent: defaultdict[int, list[Message]] = defaultdict(list)
+        self._order: PushOrder | None = None
+        if job.orders_pushes and body.layout.num_bytes >= _ORDERED_FROM_BYTES:
+            self._order = PushOrder(hub, self._send, HostGate(job.gate), job.workers)
 
     def send(self, to: int, message: Message) -> None:
-        """Send now, or queue until that server is connected."""
+        """Send in the order of pushes, or now; queue until that server is connected."""
+        if self._order is not None and isinstance(message, Push) and not message.skip:
+            self._order.add(to, message)
+        else:
+            self._send(to, message)
+
+    def go_on(self) -> None:
+        """Call after every poll of the hub."""
+        if self._order is not None:
+            self._order.go_on()
+
+    def close(self) -> None:
+        if self._order is not None:
+            self._order.close()
+
+    def _send(self, to: int, message: Message) -> None:
         if to not in self._hub.members():
             self._unsent[to].append(message)
             return

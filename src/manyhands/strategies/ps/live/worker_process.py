@@ -145,6 +145,7 @@ class SlotSession:
 
     def close(self) -> None:
         self._profiler.close()
+        self._mail.close()
         self._hub.unregister(self._context.control_fileno())
         self._hub.flush(_LOOK_S)
         self._hub.close()
@@ -234,6 +235,7 @@ class SlotSession:
                         self._do(self.near.lost(member))
                 case Ready():
                     self._attend()
+        self._mail.go_on()
         if self._again:
             again, self._again = self._again, []
             for shard in again:
