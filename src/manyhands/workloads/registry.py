@@ -90,6 +90,7 @@ JOBS: Final = {
     "codecs": CompileJob(("manyhands.wire.quantize_kernels", "manyhands.wire.sparse_kernels")),
     "hashing": CompileJob(("manyhands.native.hashing:warm",)),
     "c10d": CompileJob(_C10D, after="group"),
+    "environments": CompileJob(("manyhands.workloads.rl.cart_pole:warm",)),
 }
 """The kernels that are of no workload."""
 

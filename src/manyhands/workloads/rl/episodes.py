@@ -6,6 +6,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from manyhands.native.decorators import njit
+
 __all__ = ["Episode", "EpisodeRecorder"]
 
 
@@ -35,23 +37,33 @@ class EpisodeRecorder:
         valid: np.ndarray[Any, Any],
     ) -> list[Episode]:
         """The episodes that ended with this step; rows that are not valid are no steps."""
-        self.steps += valid
-        self.totals += rewards * valid
-        ended = (terminated | truncated) & valid
-        if not ended.any():
+        if not _count(self.steps, self.totals, rewards, terminated, truncated, valid):
             return []
-        indices = np.flatnonzero(ended)
+        indices = np.flatnonzero((terminated | truncated) & valid)
+        columns = (
+            indices,
+            self.numbers[indices],
+            self.steps[indices],
+            self.totals[indices],
+            terminated[indices],
+        )
         episodes = [
-            Episode(
-                index,
-                int(self.numbers[index]),
-                int(self.steps[index]),
-                float(self.totals[index]),
-                "terminated" if terminated[index] else "truncated",
-            )
-            for index in indices.tolist()
+            Episode(index, number, steps, total, "terminated" if ended else "truncated")
+            for index, number, steps, total, ended in zip(*(one.tolist() for one in columns), strict=True)
         ]
         self.numbers[indices] += 1
         self.steps[indices] = 0
         self.totals[indices] = 0
         return episodes
+
+
+@njit(cache=True, nogil=True)
+def _count(steps: Any, totals: Any, rewards: Any, terminated: Any, truncated: Any, valid: Any) -> int:
+    """Add a step to each; how many episodes ended. numpy's own sums of few numbers cost several times as much."""
+    ended = 0
+    for index in range(len(steps)):
+        if valid[index]:
+            steps[index] += 1
+            totals[index] += rewards[index]
+            ended += terminated[index] or truncated[index]
+    return ended
