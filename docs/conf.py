@@ -21,7 +21,7 @@ CONTENTS = {
     "Look": "seeing compare studies faults replay simulator",
     "Strategies": "allreduce central parameter-server hogwild local pipeline tensor codecs",
     "Federated learning": "federated federated-deployment",
-    "Workloads and models": "text words regression svd gbdt after-training",
+    "Workloads and models": "text words regression svd gbdt reinforcement-learning after-training",
     "Reference": "api benchmarks security dependencies",
     "Internals": (
         "architecture internals/extending internals/cluster internals/links internals/liveness internals/membership"
