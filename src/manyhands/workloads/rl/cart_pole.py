@@ -25,6 +25,7 @@ _POLE_MASS, _MASS, _LENGTH = 0.1, 1.1, 0.5  # of the pole, of both; half the pol
 _FARTHEST, _STEEPEST = 2.4, 12 * 2 * math.pi / 360
 _START = 0.05
 _DRAWN = 16  # starts of a cart that are drawn at once
+_PIXELS = 240  # in width, of a picture
 
 
 class CartPoles(Environments):
@@ -64,6 +65,19 @@ class CartPoles(Environments):
         return Stepped(observations, *columns, finals, self.recorder.step(*columns))
 
     def close(self) -> None: ...
+
+    def picture(self, index: int) -> np.ndarray[Any, Any]:
+        place, _, angle, _ = self._states[index]
+        x = np.linspace(-_FARTHEST, _FARTHEST, _PIXELS)
+        y = np.linspace(1.5, -0.5, _PIXELS * 2 // 5)[:, np.newaxis]
+        # along the pole and across it, from where it is fixed to the cart
+        along = (x - place) * math.sin(angle) + y * math.cos(angle)
+        across = (x - place) * math.cos(angle) - y * math.sin(angle)
+        shown = np.full((*np.broadcast_shapes(x.shape, y.shape), 3), 255, np.uint8)
+        shown[(np.abs(x - place) < 0.25) & (np.abs(y) < 0.12)] = (40, 40, 60)
+        shown[(np.abs(across) < 0.04) & (along > 0) & (along < 2 * _LENGTH)] = (190, 120, 60)
+        shown[np.broadcast_to(np.abs(y + 0.14) < 0.02, shown.shape[:2])] = (120, 120, 120)
+        return shown
 
     def _draw(self, cart: int) -> None:
         self._starts[cart] = self._generators[cart].uniform(-_START, _START, (_DRAWN, 4))

@@ -65,6 +65,12 @@ class _OneByOne(Environments):
             environment.close()
         self._environments = ()
 
+    def picture(self, index: int) -> Array:
+        shown = self._environments[index].render()
+        if not isinstance(shown, np.ndarray):
+            raise UserError('environment: it shows no pictures; make it with render_mode="rgb_array"')
+        return shown
+
     def _begin(self, index: int, observations: Array, **seed: int) -> None:
         try:
             observation, _ = self._environments[index].reset(**seed)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from manyhands.errors import UserError, first_line
+from manyhands.workloads.rl.atari_games import open_atari
 from manyhands.workloads.rl.cart_pole import CartPoles
 
 __all__ = ["open_named"]
@@ -15,8 +16,8 @@ __all__ = ["open_named"]
 
 def open_named(name: str, count: int, options: dict[str, Any]) -> Any:
     """A vector environment where there is one for this name, else a list of single ones."""
-    if name == "CartPole-v1" and options.keys() <= {"max_episode_steps"}:
-        return CartPoles(count, **options)
+    if name == "CartPole-v1" and options.keys() <= {"max_episode_steps", "render_mode"}:
+        return CartPoles(count, options.get("max_episode_steps", 500))
     try:
         import gymnasium
     except ImportError:
@@ -24,7 +25,9 @@ def open_named(name: str, count: int, options: dict[str, Any]) -> Any:
             f"environment {name!r} needs gymnasium, which is not installed: pip install 'manyhands[rl]'"
         ) from None
     try:
-        if _vectorized(gymnasium, name):
+        if name.startswith("ALE/"):
+            return open_atari(name, count, options)
+        if "render_mode" not in options and _vectorized(gymnasium, name):
             return gymnasium.make_vec(name, count, vectorization_mode="vector_entry_point", **options)
         # what the checker of gymnasium warns of is an error here, at less cost
         return [gymnasium.make(name, disable_env_checker=True, **options) for _ in range(count)]

@@ -74,6 +74,10 @@ class Environments(ABC):
     @abstractmethod
     def close(self) -> None: ...
 
+    def picture(self, index: int) -> Array:
+        """How environment `index` looks now: uint8 (height, width, 3), or without colours (height, width)."""
+        raise UserError(f"environment {index} has no pictures; make it a single gymnasium.Env that renders")
+
     def _check_seeds(self, seeds: Sequence[int]) -> None:
         if len(seeds) != self.count:
             raise UserError(
