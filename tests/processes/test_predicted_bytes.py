@@ -139,6 +139,7 @@ LONG = [
     ("gpt", 8, "pipeline tensor=2 microbatches=2"),
     ("gpt", 4, "pipeline schedule=gpipe"),
     ("layers", 3, "tensor"),
+    ("layers", 6, "tensor slices=3"),
     ("digits", 4, "tensor"),
     ("digits", 8, "tensor slices=2"),
     ("gpt", 8, "tensor slices=4"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import nn
 
 from manyhands.data.batches import cut
@@ -12,6 +14,7 @@ from manyhands.data.randomness import preserved
 from manyhands.engine.exchange import Traffic
 from manyhands.facts import TracedModel
 from manyhands.strategies.common.grid.grid_group import PlayedGroup
+from manyhands.strategies.common.grid.held import Cut
 from manyhands.strategies.common.peak_memory import StepPeaks, peaks_of_step
 from manyhands.strategies.common.sharding.layer_units import units_of
 from manyhands.strategies.tensor.sliced_layers import SlicedModule
@@ -44,7 +47,7 @@ class Played(Protocol):
 
     @property
     def like(self) -> Sequence[int]:
-        """For each slice the first one with the same sizes."""
+        """For each slice the first one that stands for it."""
 
 
 P = TypeVar("P", bound=Played)
@@ -55,6 +58,7 @@ class PlayedSlice(NamedTuple):
 
     group: PlayedGroup
     parameters: list[nn.Parameter]
+    cuts: dict[int, tuple[Cut, ...]]  # by the identity of a parameter that is cut: the part of every slice
     like: list[int]
     shares: tuple[float, ...]  # of each unit of the model, how much this slice computes
     peaks: StepPeaks
@@ -67,6 +71,20 @@ class PlayedSlice(NamedTuple):
     @property
     def gradients(self) -> int:
         return sum(one.nbytes for one in self.parameters if one.requires_grad)
+
+    def parameters_of(self, index: int) -> list[nn.Parameter]:
+        """Those of a slice that this one stands for, whose parts may be smaller."""
+        return [self._part_of(one, index) for one in self.parameters]
+
+    def _part_of(self, parameter: nn.Parameter, index: int) -> nn.Parameter:
+        if id(parameter) not in self.cuts or index == self.group.index:
+            return parameter
+        cut, shape = self.cuts[id(parameter)][index], list(parameter.shape)
+        assert cut.dim is not None, "layers are cut along a dimension"
+        shape[cut.dim] = cut.blocks * (cut.end - cut.begin)
+        part = nn.Parameter(parameter.new_empty(shape), parameter.requires_grad)
+        part.grad = None if parameter.grad is None else torch.empty_like(part)
+        return part
 
 
 def held_shares(traced: TracedModel, slices: int, samples: int) -> tuple[float, ...]:
@@ -109,7 +127,7 @@ def sent_by_all(slices: Sequence[Played]) -> Traffic:
 
 
 def each_slice(play: Callable[[int], P]) -> list[P]:
-    """Every slice; of those with the same sizes only the first is played."""
+    """Every slice, or the one that stands for it; only these are played."""
     found = {0: play(0)}
     like = found[0].like
     for index in sorted(set(like) - {0}):
@@ -136,7 +154,12 @@ def _played_slice(traced: TracedModel, index: int, slices: int, samples: int) ->
     return PlayedSlice(
         group=group,
         parameters=[cut_ones[id(one)].local if id(one) in cut_ones else one for one in wholes],
-        like=like_slices(model, sliced.plan, slices),
+        cuts={
+            id(module._parameters[name]): cuts
+            for module, name, cuts in _cuts(model)
+            if name in module._parameters
+        },
+        like=like_slices(model, sliced.plan, slices, smaller=True),
         shares=tuple(
             sum(map(held, unit.parameters)) / sum(map(nn.Parameter.numel, unit.parameters)) for unit in units
         ),
@@ -144,12 +167,25 @@ def _played_slice(traced: TracedModel, index: int, slices: int, samples: int) ->
     )
 
 
-def like_slices(model: nn.Module, plan: Plan, slices: int) -> list[int]:
-    """For each slice of a model the first one with the same sizes; those of an image's rows differ in neighbours."""
+def like_slices(model: nn.Module, plan: Plan, slices: int, *, smaller: bool = False) -> list[int]:
+    """For each slice of a model the first one with the same sizes, or with none that is `smaller` than its own.
+
+    That one holds and takes as much, or more. Slices of an image's rows differ in their neighbours.
+    """
     if any(how.kind is SliceKind.SPATIAL for how in plan.values()):
         return list(range(slices))
-    cuts = [
-        cuts for one in model.modules() if isinstance(one, SlicedModule) for cuts in one.sliced.cuts.values()
+    sizes = [
+        [found[index].end - found[index].begin for _, _, found in _cuts(model)] for index in range(slices)
     ]
-    sizes = [tuple(found[index].end - found[index].begin for found in cuts) for index in range(slices)]
-    return [sizes.index(one) for one in sizes]
+    if not smaller:
+        return [sizes.index(one) for one in sizes]
+    return [
+        next(first for first, most in enumerate(sizes) if all(map(operator.ge, most, one))) for one in sizes
+    ]
+
+
+def _cuts(model: nn.Module) -> Iterator[tuple[SlicedModule, str, tuple[Cut, ...]]]:
+    for module in model.modules():
+        if isinstance(module, SlicedModule):
+            for name, cuts in module.sliced.cuts.items():
+                yield module, name, cuts

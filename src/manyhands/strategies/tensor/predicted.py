@@ -25,6 +25,7 @@ def sent_in_step(strategy: Tensor, traced: TracedModel, workers: int) -> list[Wo
         total += moved_in_pieces(traced, grid.slices, samples)
         if task.clip_norm is not None:
             total += traffic_of_sum(8, grid.slices)
-    for one in played(traced, grid.slices, piece_of(traced, len(split(task.batch_size, 0, grid.data)))):
-        total += traffic_of_gradients(grid.data, one.parameters)
+    each = played(traced, grid.slices, piece_of(traced, len(split(task.batch_size, 0, grid.data))))
+    for index, one in enumerate(each):
+        total += traffic_of_gradients(grid.data, one.parameters_of(index))
     return [WorkerTraffic.of_all("worker", workers, total.bytes_sent, total.messages_sent)]
