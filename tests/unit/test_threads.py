@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from manyhands.native.threads import VECTOR_FUNCTIONS, choose_functions, use_threads, with_threads
+from manyhands.native.threads import (
+    VECTOR_FUNCTIONS,
+    choose_functions,
+    use_one_thread,
+    use_threads,
+    with_threads,
+)
 
 SHARED_BY_THREADS = 2048
 """Torch gives each thread at least so many items of a function that MKL computes."""
@@ -54,3 +62,18 @@ def test_threads_are_used_for_a_while_or_from_here_on() -> None:
     finally:
         torch.set_num_threads(before)
     assert choose_functions.cache_info().currsize == 1
+
+
+def test_a_thread_beside_the_one_that_computes_has_no_team_of_its_own() -> None:
+    def begun_by(pool: ThreadPoolExecutor) -> int:
+        """How many threads filling a million items begins."""
+        before = os.listdir("/proc/self/task")
+        pool.submit(torch.ones, 1 << 20).result()
+        return len(set(os.listdir("/proc/self/task")).difference(before))
+
+    with with_threads(3), ThreadPoolExecutor(1) as alone, ThreadPoolExecutor(1) as other:
+        use_one_thread(alone)
+        assert begun_by(alone) == 0
+        assert torch.get_num_threads() == 3
+        assert other.submit(torch.get_num_threads).result() == 3
+        assert begun_by(other) == 2

@@ -9,13 +9,14 @@ is enough for workers to part that should hold the same bits for ever. So each f
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from functools import cache
 from typing import Final
 
 import torch
 
-__all__ = ["choose_functions", "use_threads", "with_threads"]
+__all__ = ["choose_functions", "use_one_thread", "use_threads", "with_threads"]
 
 VECTOR_FUNCTIONS: Final = (
     "acos", "acosh", "asin", "asinh", "atan", "atanh", "ceil", "cos", "cosh", "digamma", "erf", "erfc", "erfinv", "exp",
@@ -52,3 +53,19 @@ def with_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def use_one_thread(pool: Executor) -> None:
+    """Have torch compute with one thread in the one thread of a pool, and with as many as before in all others.
+
+    Each thread has a team of OpenMP of its own, which spins before it sleeps: that of a thread beside the one that
+    computes the model would take the cores from it.
+    """
+
+    def begin() -> None:
+        torch.get_num_threads()  # or the first sum would set it to what other threads have
+        torch.set_num_threads(1)
+
+    count = torch.get_num_threads()
+    pool.submit(begin).result()
+    torch.set_num_threads(count)  # also that of threads that begin later

@@ -39,6 +39,7 @@ from manyhands.engine.fusing import take_step
 from manyhands.errors import UserError
 from manyhands.facts import Stepping
 from manyhands.native.dtypes import HALVES
+from manyhands.native.threads import use_one_thread
 from manyhands.strategies.common.grid.grid_group import LinkGroup
 from manyhands.strategies.common.grid.held import Cut, Held, HeldModel, Outline
 from manyhands.strategies.common.sharding import layer_units
@@ -91,6 +92,7 @@ class ShardedExchange(Exchange):
         self.meter = Meter(take_times=self._take_times, traffic=self._group.traffic)
         self._unit_rounds = UnitRounds(self._group, self._act)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="manyhands sharded")
+        use_one_thread(self._thread)
         self._device = resources.device
         self._held: list[Held] = []
         self._pieces: list[KeptPieces] = []
