@@ -117,7 +117,12 @@ _NAMES_IN = {
     "workloads.exporting": ("load",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_IN.items() for name in names}
-_MODULES = {"hooks": "interop.hooks", "sklearn": "workloads.estimators", "tasks": "workloads.tasks"}
+_MODULES = {
+    "hooks": "interop.hooks",
+    "rl": "workloads.rl",
+    "sklearn": "workloads.estimators",
+    "tasks": "workloads.tasks",
+}
 """As in `mh.tasks.build("digits")`."""
 
 

@@ -186,6 +186,7 @@ class Facts:
     cannot_compile: str = ""  # by torch.compile
     cannot_stream: str = ""  # train on samples that can only be iterated
     cannot_read_apart: str = ""  # have each worker read data of its own
+    cannot_act: str = ""  # have each worker make its data by acting with the model
     cannot_heed_evaluations: str = ""  # have an evaluation end a run or set its learning rate
     cannot_stop: str = ""  # have somebody outside end all workers after one step
     cannot_cross_hosts: str = ONE_HOST  # have workers on several hosts

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import IterableDataset, WeightedRandomSampler
 
 from manyhands.data.batches import BatchSource
+from manyhands.data.experience import Experience
 from manyhands.data.own import WorkerData, own_data
 from manyhands.data.reading import Loading, sample_weights
 from manyhands.data.store.rundir import OWN_NAMES
@@ -197,15 +198,19 @@ class Task:
 
     @property
     def samples(self) -> int:
-        """Of one epoch; 0 where nobody knows."""
+        """Of one epoch, or of one batch that is made by acting; 0 where nobody knows."""
         if self.sampler is not None:
             return self.sampler.num_samples
+        if isinstance(self.data, Experience):
+            return self.batch_size
         return 0 if self.streams else len(BatchSource(self.data, self.collate))
 
     @property
     def loaders(self) -> int:
         """How many loader processes each worker has use for; none where batches are gathered from arrays in memory."""
         asked = self.loading.workers
+        if isinstance(self.data, Experience):
+            return 0
         if self.streams:  # a stream has one beginning, and continues from there
             return min(1, asked)
         return 0 if not asked or BatchSource(self.data, self.collate).gathers else asked
@@ -223,6 +228,8 @@ class Task:
     @property
     def stream_name(self) -> str:
         """What sentences call data that can only be iterated."""
+        if isinstance(self.data, Experience):
+            return "made by acting with the model"
         return "an IterableDataset" if self.own is None else "each worker's own"
 
     def checkpoint_every(self, steps: int) -> int:
@@ -263,6 +270,10 @@ class Task:
                 raise UserError(f"{name} is {value!r}; it must be a number above 0, or None")
         if self.clip_norm is not None and self.clip_value is not None:
             raise UserError(f"clip_norm={self.clip_norm!r} and clip_value={self.clip_value!r}: leave one out")
+        if isinstance(self.data, Experience) and self.microbatches > 1:
+            raise UserError(
+                f"microbatches is {self.microbatches}, but data is {self.stream_name}, a batch at a time; leave it out"
+            )
         if not isinstance(self.name, str) or not self.name:
             raise UserError(f"name is {self.name!r}; it must be a non-empty string")
         self._check_sampler()
@@ -286,6 +297,9 @@ class Task:
         self._check_metrics()
         self._check_scheduler_metric()
         self._check_sparse()
+        self._check_files()
+
+    def _check_files(self) -> None:
         for name in self.files:
             if not isinstance(name, str) or Path(name).name != name or name in ("", "..") or "\0" in name:
                 raise UserError(

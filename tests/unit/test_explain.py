@@ -148,7 +148,7 @@ def test_getting_the_samples_is_told_apart_from_computing() -> None:
     assert found.ideal_ms == pytest.approx(25.0), "the ideal is about speed and exchange, not about input"
     assert found.workers[1].last_share == 1.0
     assert found.slow == ()
-    assert "Reading the samples is the largest loss" in paragraph(found)
+    assert "Getting the samples is the largest loss" in paragraph(found)
 
 
 def test_time_in_a_step_and_in_none_of_its_parts_is_other() -> None:

@@ -121,7 +121,7 @@ def test_a_task_of_closures_travels_by_cloudpickle() -> None:
 
 
 def test_the_registry_names_every_task_and_its_length() -> None:
-    assert list(TASKS) == ["digits", "mnist", "gpt", "bert", "recurrent", "line"]
+    assert list(TASKS) == ["digits", "mnist", "gpt", "bert", "recurrent", "rl", "line"]
     for name, entry in TASKS.items():
         assert entry.name == name
         assert (entry.epochs is None) != (entry.steps is None)

@@ -69,11 +69,10 @@ def predict_command(asked: _PredictOptions) -> None:
 
     - svd: rows as a table (CSV, Parquet), LIBSVM or npy; their coordinates along the components.
 
-    - line: a text with a number on each line; y for each.
+    - line: a text with a number on each line; y for each. rl: a JSON array of observations or an npy array; the best
+      action, its probability and the value.
 
-    - glove: a word, or words as in "king - man + woman"; the nearest words.
-
-    - gpt, recurrent: see `manyhands generate`.
+    - glove: a word, or words as in "king - man + woman"; the nearest words. gpt, recurrent: see `manyhands generate`.
 
     - your own Task, by --task: a JSON array of inputs or an npy array; an answer as JSON on each line.
 

@@ -1,7 +1,7 @@
 """One worker's computation, for every strategy: its part of a global batch, forward, backward, evaluation.
 
 What is computed depends on (plan, batch, part, parts) and the weights alone, so that another process, a later run or a
-replay computes the same bits.
+replay computes the same bits. Where data are made by acting, it depends on the state of the environments as well.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhands.data.batches import BatchShares, BatchSource, Microbatch, Share
+from manyhands.data.experience import Experience, ExperienceShares
 from manyhands.data.randomness import mix, seed_all
 from manyhands.data.reading import Key, ReadShare, ShareReader, Upcoming, batch_shares
 from manyhands.engine.compiled_loss import compiled_loss, compiles
@@ -103,8 +104,14 @@ class Computer:
         assert isinstance(plan.task, Task), "a compiled task computes its own steps"
         self.task = task = plan.task
         made_of = task.data, task.collate, task.batch_size, task.microbatches, task.weights, plan.seed
-        self._make_shares = partial(batch_shares, *made_of, streams=task.streams, sampler=task.sampler)
+        self._make_shares: Callable[[], BatchShares]
+        if isinstance(task.data, Experience):
+            given = task.data, task.batch_size, worker_rank, plan.seed, lambda: self._model
+            self._make_shares = partial(ExperienceShares, *given)
+        else:
+            self._make_shares = partial(batch_shares, *made_of, streams=task.streams, sampler=task.sampler)
         self._shares = self._make_shares()
+        self._model: nn.Module  # that is computed with
         self.batch_samples = 0  # in the global batch that was shared out last
         self.reader = NumberReader(self.device)
         self._copies = BatchCopies(self.device)
@@ -140,8 +147,12 @@ class Computer:
 
     @contextmanager
     def loading_ahead(self) -> Iterator[None]:
-        """While this is open, the task's loader processes read batches ahead; they end on exit."""
+        """While this is open, the task's loader processes read batches ahead, or it acts; both end on exit."""
         task, shares = self.task, self._shares
+        if isinstance(shares, ExperienceShares):
+            with closing(shares):
+                yield
+            return
         if not task.loaders:
             yield
             return
@@ -177,6 +188,7 @@ class Computer:
         computed in several pieces, `prepare` gets the first, and all backwards but the last are run inside
         `accumulate()`.
         """
+        self._model = model
         begin = time.monotonic()
         asked_ns = time.monotonic_ns()
         share = self.share(step, part, parts)
@@ -199,6 +211,15 @@ class Computer:
         value = sum(answer() * weight for answer, weight in answers)
         self.slow_down(step, time.monotonic() - begin)
         return Computed(loss=value, share=share.weight, samples=share.samples, input_ns=input_ns)
+
+    def act_as(self, process: int, rank: int) -> None:
+        """Compute what worker `rank` did in this process of a recorded run, where that depends on who acts."""
+        if isinstance(self._shares, ExperienceShares):
+            self._shares.act_as(process, rank)
+
+    def collected(self) -> Mapping[str, float]:
+        """What the last batch tells besides its loss, where it was made by acting."""
+        return self._shares.facts() if isinstance(self._shares, ExperienceShares) else {}
 
     def share(self, step: int, part: int, parts: int) -> Share:
         share = self._shares.share(step, part, parts)

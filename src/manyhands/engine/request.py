@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from manyhands.data.batches import BatchPlan
+from manyhands.data.experience import Experience
 from manyhands.data.store.rundir import parameter_shapes
 from manyhands.engine.clipping import check_clipping
 from manyhands.engine.computing import TrainingPlan
@@ -98,7 +99,7 @@ class Request:
             steps, per_epoch = length.rounds or _USUAL_ROUNDS, 1
         elif isinstance(task, Task) and task.streams:
             task = _dealt(task, length, strategy, workers)
-            steps = per_epoch = length.steps or 0
+            steps, per_epoch = _stream_length(task, length)
         else:
             per_epoch = BatchPlan(samples, task.batch_size, seed).batches_per_epoch
             steps = length.steps or (length.epochs or task.epochs) * per_epoch
@@ -262,7 +263,10 @@ def _check_heeded(task: AnyTask, strategy: Strategy, options: Options) -> None:
 
 def _dealt(task: Task, length: Length, strategy: Strategy, workers: int) -> Task:
     """A task whose data can only be iterated, with each worker's own part dealt out; UserError where it cannot be."""
-    reason = strategy.facts.cannot_stream if task.own is None else strategy.facts.cannot_read_apart
+    facts = strategy.facts
+    reason = facts.cannot_stream if task.own is None else facts.cannot_read_apart
+    if isinstance(task.data, Experience):
+        reason = facts.cannot_act
     if reason:
         raise UserError(
             f"data is {task.stream_name}: {reason}; use another strategy, or samples that can be looked up"
@@ -281,3 +285,9 @@ def _dealt(task: Task, length: Length, strategy: Strategy, workers: int) -> Task
             f"sample; give {parts} or more, or fewer workers"
         )
     return replace(task, data=own.dealt(parts))
+
+
+def _stream_length(task: Task, length: Length) -> tuple[int, int]:
+    """The steps of a run, and after how many it is evaluated: at its end, but for experience, which changes with it."""
+    steps = length.steps or 0
+    return steps, max(1, steps // 10) if isinstance(task.data, Experience) else steps

@@ -227,7 +227,7 @@ class Trainer:
         shared = exchange.agree(local)
         agreed = time.monotonic_ns()
         times = meter.take_times()
-        facts = {} if shared.bad_workers else self._advance(scheduler)
+        facts = {} if shared.bad_workers else {**self._advance(scheduler), **self._computer.collected()}
         end = time.monotonic_ns()
         book = StepBook(worker_context.record, step, begin)
         book.input(mine.input_ns, mine.samples)

@@ -115,6 +115,11 @@ WORKLOADS: dict[str, Workload] = {
         task=f"{_LANGUAGE}.bert_tasks:BERT_TASK", predictor="manyhands.serving.text_labels:open_bert"
     ),
     "recurrent": Workload(task=f"{_LANGUAGE}.recurrent:RECURRENT", predictor=f"{_TEXT}:open_text"),
+    "rl": Workload(
+        task="manyhands.workloads.rl.rl_task:RL",
+        kernels=("manyhands.workloads.rl.rl_kernels:warm",),
+        predictor="manyhands.serving.policy_predictor:open_policy",
+    ),
     "line": Workload(task=f"{_TASKS}.line:LINE", predictor=f"{_OPENED}:open_numbers"),
     "glove": Workload(
         training="manyhands.workloads.glove.command:GLOVE",

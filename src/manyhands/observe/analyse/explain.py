@@ -355,8 +355,9 @@ def _advice(found: Explanation, strategy: str) -> str:
     return {
         "exchange_ms": "Exchange is the largest loss: a larger batch means more compute for each exchange.",
         "apply_ms": "Servers applying updates are the largest loss: more of them (ps servers=…) share the work.",
-        "input_ms": "Reading the samples is the largest loss: have loader processes read ahead "
-        "(Task(loading=Loading(workers=2))), or keep them in memory.",
+        "input_ms": "Getting the samples is the largest loss: have loader processes read ahead "
+        "(Task(loading=Loading(workers=2))), or keep them in memory; where they are made by acting, more environments "
+        "side by side cost less each.",
         "other_ms": "Check what runs around compute: the step's time is in none of the measured parts.",
         "overhead": "Evaluate and save less often.",
     }[largest]

@@ -403,6 +403,7 @@ class Federated(Strategy):
             splits_batches=False,
             cannot_stream=numbered,
             cannot_read_apart=numbered,
+            cannot_act=numbered,
             cannot_compile="clients train copies of the model, which are not compiled",
             instead_of_own_loop="give mh.fit a Task: its clients have data of their own and train in rounds, so no "
             "loop over batches can mean it",

@@ -211,10 +211,10 @@ class HogwildTrainer:
             loss.backward()  # type: ignore[no-untyped-call]  # unweighted: the whole batch is this worker's
 
         mine = self._computer.compute(self._built.model, step, 0, 1, backward, prepare)
-        facts: Mapping[str, float] = {}
+        facts = dict(self._computer.collected())
         if math.isfinite(mine.loss):
             if self._plan.log:  # of this worker's own gradient
-                facts = logged(self._plan.log, SingleExchange(), self._built.model, self._built.optimizer)
+                facts |= logged(self._plan.log, SingleExchange(), self._built.model, self._built.optimizer)
             if self._computer.task.clips:
                 clip_own(self._computer.task, self._built.model)
             stepper.step()

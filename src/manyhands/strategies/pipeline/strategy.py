@@ -215,6 +215,7 @@ class Pipeline(Strategy):
             model_parts=self.stages * self.tensor,
             straggler_advice="a pipeline is as fast as its slowest stage; give that stage fewer layers with cuts=…",
             cannot_compile=f"torch.compile needs a complete model, and under `{self.word}` no worker has one",
+            cannot_act=f"acting needs a complete model, and under `{self.word}` no worker has one",
             cannot_cross_hosts="",
             cannot_loop_across_hosts=CUT_ON_ONE_HOST,
             refused_buffers={

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.data.batches import BatchSource
 from manyhands.data.randomness import preserved
 from manyhands.data.store.rundir import RunDirectory, fingerprint
 from manyhands.errors import DataError, UserError, first_line, format_bytes, nearest, printable
@@ -90,7 +89,7 @@ def replay(run: str | Path, task: Task | None = None, *, until: int | None = Non
         order = ReplayOrder(
             [steps_of(shard, logs.files[shard]) for shard in range(stage.layout.shards)],
             read_computed(path),
-            stateful=stage.has_buffers,
+            stateful=stage.has_state,
             until=until,
         )
         with stage:
@@ -190,7 +189,7 @@ def _require_same_task(
         "task": task.name,
         "seed": record.seed,
         "batch_size": task.batch_size,
-        "samples": len(BatchSource(task.data, task.collate)),
+        "samples": task.samples,
         "parameters": stage.parameters,
     }
     conflict = fingerprint(config).conflict(fingerprint(now))

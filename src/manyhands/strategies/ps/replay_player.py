@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from manyhands.data.experience import Experience
 from manyhands.data.store.rundir import parameter_shapes
 from manyhands.engine.computing import Built, Computed, Computer, TrainingPlan
 from manyhands.engine.device import check_device
@@ -75,7 +76,8 @@ class ReplayStage:
         self._strategy, self._seed = strategy, record.seed
         self._codings: dict[int, RangeCoding] = {}
         self.parameters = parameter_shapes(built.model.named_parameters())
-        self.has_buffers = any(True for _ in built.model.buffers())
+        # Whether what a process computes depends on what it computed before
+        self.has_state = any(True for _ in built.model.buffers()) or isinstance(task.data, Experience)
         self._built, self._sparse, self._workers = built, task.sparse, record.workers
         self._held: dict[int, list[HeldRows]] = {}
 
@@ -213,6 +215,7 @@ class Player:
         stage.replica.begin()
         stage.tables.begin()
         prepare = (lambda batch: self._read_rows(row, batch)) if stage.tables.exist else None
+        stage.computer.act_as(row.process, row.slot)
         done = stage.computer.compute(
             stage.replica.model, row.batch, row.part, row.parts, stage.replica.backward, prepare
         )

@@ -135,6 +135,7 @@ class Tensor(Strategy):
             model_parts=max(1, self.slices),
             straggler_advice="every layer waits for the slowest of its slices; use workers of equal speed",
             cannot_compile=f"torch.compile needs a complete model, and under `{self.word}` no worker has one",
+            cannot_act=f"acting needs a complete model, and under `{self.word}` no worker has one",
             cannot_cross_hosts="",
             cannot_loop_across_hosts=CUT_ON_ONE_HOST,
             refused_buffers={

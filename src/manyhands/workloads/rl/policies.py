@@ -39,7 +39,7 @@ class ActorCritic(nn.Module):
         self, observation_shape: Sequence[int], actions: int, *, hidden: int = 64, shared: bool | None = None
     ) -> None:
         super().__init__()
-        shape = tuple(observation_shape)
+        self.observation_shape = shape = tuple(observation_shape)
         self._sees_images = len(shape) == 3 and min(shape[1:]) >= _SMALLEST_SIDE
         shared = self._sees_images if shared is None else shared
 

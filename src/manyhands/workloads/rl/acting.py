@@ -1,0 +1,78 @@
+"""Acting: a policy and environments, side by side, make rows of rollouts.
+
+What chance decides follows from (seed, number of the environment, how many rows it has acted) and not from who acts, so
+any split of the environments among workers and actors makes the same rollouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from manyhands.data.randomness import mix
+from manyhands.workloads.rl.episodes import Episode
+from manyhands.workloads.rl.policies import choose
+from manyhands.workloads.rl.rollouts import Rollouts, RolloutSpec
+from manyhands.workloads.rl.stepping import Environments
+
+__all__ = ["Actor", "draws"]
+
+_ACTING, _BEGINNING = 1, 2  # what the draws of actions and the seeds of environments are apart by
+
+
+def draws(seed: int, keys: NDArray[np.uint64], first: int, count: int) -> NDArray[np.float64]:
+    """Uniform numbers in [0, 1), `count` for each key from its number `first` on: SplitMix64 in counter mode."""
+    with np.errstate(over="ignore"):
+        base = np.array([mix(seed, _ACTING, int(key)) for key in keys], np.uint64)
+        numbers = np.arange(first + 1, first + 1 + count, dtype=np.uint64)
+        state = base[:, None] + numbers * np.uint64(0x9E3779B97F4A7C15)
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        state ^= state >> np.uint64(31)
+    uniform: NDArray[np.float64] = (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return uniform
+
+
+class Actor:
+    """Acts in `environments`, whose numbers among those of all actors are `keys`; begins at the first rollout."""
+
+    def __init__(self, environments: Environments, spec: RolloutSpec, keys: Sequence[int], seed: int) -> None:
+        self._environments, self._spec, self._seed = environments, spec, seed
+        self._keys = np.asarray(keys, np.uint64)
+        self._seeds = [mix(seed, _BEGINNING, key) >> 33 for key in keys]  # of 31 bits, as any library takes
+        self._observations: Tensor | None = None
+        self._rows = 0  # acted so far, in each environment
+
+    def act(self, policy: nn.Module, into: Rollouts, version: int) -> list[Episode]:
+        """Fill one rollout of every environment, with weights of this version; which episodes ended."""
+        length, ended = self._spec.length, list[Episode]()
+        uniforms = torch.from_numpy(draws(self._seed, self._keys, self._rows, length))
+        device = next(policy.parameters()).device
+        into.versions.fill_(version)
+        into.final_values.zero_()
+        with torch.no_grad():
+            if self._observations is None:
+                self._observations = torch.from_numpy(self._environments.reset(self._seeds))
+            for row in range(length):
+                into.observations[:, row].copy_(self._observations)
+                scores, _ = policy(self._observations.to(device))
+                actions, log_probs = choose(scores, uniforms[:, row].to(device))
+                actions = actions.cpu()
+                stepped = self._environments.step(actions.numpy())
+                self._observations = torch.from_numpy(stepped.observations)
+                into.actions[:, row].copy_(actions)
+                into.log_probs[:, row].copy_(log_probs)
+                for field in ("rewards", "terminated", "truncated", "valid"):
+                    getattr(into, field)[:, row].copy_(torch.from_numpy(getattr(stepped, field)))
+                if stepped.finals:
+                    last = np.stack(list(stepped.finals.values()))
+                    _, values = policy(torch.from_numpy(last).to(device))
+                    into.final_values[list(stepped.finals), row] = values.to("cpu", into.final_values.dtype)
+                ended += stepped.episodes
+            into.observations[:, length].copy_(self._observations)
+        self._rows += length
+        return ended

@@ -1,0 +1,163 @@
+"""The task of reinforcement learning: a policy, an algorithm and environments, as a `Task` that every strategy trains.
+
+A sample is one rollout, `length` steps of one environment. A global batch has one of each environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.errors import UserError
+from manyhands.task import Task
+from manyhands.workloads.builtin_task import BuiltinTask
+from manyhands.workloads.rl.collecting import OwnExperience
+from manyhands.workloads.rl.environments import Source, open_environments
+from manyhands.workloads.rl.playing import play
+from manyhands.workloads.rl.policies import ActorCritic, check_policy
+from manyhands.workloads.rl.policy_gradients import ALGORITHMS, PolicyGradient
+from manyhands.workloads.rl.rollouts import RolloutSpec
+from manyhands.workloads.rl.stepping import Environments
+from manyhands.workloads.task_options import check_options, option
+
+__all__ = ["RL", "RLOptions", "task"]
+
+
+def task(
+    *,
+    policy: Callable[[], nn.Module],
+    algorithm: PolicyGradient,
+    environment: Source,
+    environments: int = 16,
+    length: int = 16,
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    clip_norm: float | None = None,
+    episodes: int = 20,
+    name: str = "rl",
+) -> Task:
+    """A Task whose batches are `length` steps of each of so many environments.
+
+    `policy()` gives a module: observations (N, …) -> (scores of the actions (N, A), values (N,)). `environment` is the
+    name of a gymnasium environment, a function that makes one, or a function (count) that makes a vector of them.
+    `episodes` are played after every evaluation, always with the best action; their mean return is its metric.
+    """
+    for field, value in (("environments", environments), ("length", length), ("episodes", episodes)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UserError(f"{field} is {value!r}; it must be an integer of at least 1")
+    make = partial(open_environments, environment)
+    spec = _checked(policy, make, length)
+    returns = Returns(environment)
+    return Task(
+        name=name,
+        model=policy,
+        loss=partial(_loss, algorithm, returns),
+        data=OwnExperience(make=make, spec=spec, algorithm=algorithm),
+        batch_size=environments,
+        records_each=length,
+        optimizer=optimizer or partial(torch.optim.Adam, lr=7e-4, eps=1e-5),
+        clip_norm=clip_norm,
+        evaluation=torch.arange(episodes),
+        metrics={"return": returns},
+    )
+
+
+def _checked(
+    policy: Callable[[], nn.Module], make: Callable[[int], Environments], length: int
+) -> RolloutSpec:
+    """The layout of rollouts that fits the environments; UserError where the policy does not."""
+    environments = make(1)
+    try:
+        model = policy()
+        precision = next((one.dtype for one in model.parameters()), torch.float32)
+        spec = RolloutSpec(
+            length=length,
+            observation_shape=environments.observation_shape,
+            observation_dtype=environments.observation_dtype,
+            precision=precision,
+        )
+        check_policy(model, spec, environments.actions)
+    finally:
+        environments.close()
+    return spec
+
+
+def _loss(algorithm: PolicyGradient, returns: Returns, policy: nn.Module, batch: Any) -> Tensor:
+    if isinstance(batch, Tensor):  # of an evaluation: the episodes to play
+        return -returns(policy, batch)
+    return algorithm.loss(policy, batch)
+
+
+class Returns:
+    """The mean return of episodes with these seeds; of the same batch it is computed once."""
+
+    def __init__(self, environment: Source) -> None:
+        self._environment = environment
+        self._known: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
+        if self._known is None or self._known[0] is not batch:
+            found = play(model, self._environment, [_EVALUATION + int(seed) for seed in batch])
+            self._known = batch, torch.as_tensor(found).double().mean()
+        return self._known[1]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Returns, (self._environment,)
+
+
+_EVALUATION = 1 << 20  # seeds of episodes that are played for an evaluation begin here
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RLOptions:
+    """What may be chosen about reinforcement learning."""
+
+    env: str = option("CartPole-v1", "name of a gymnasium environment", metavar="NAME")
+    algorithm: str = option("a2c", "what is learned from rollouts", choices=tuple(ALGORITHMS))
+    environments: int = option(16, "environments of all workers together", at_least=1)
+    length: int = option(16, "steps of each in a batch", at_least=1)
+    learning_rate: float = option(2e-3, "learning rate of Adam", above=0)
+    discount: float = option(0.99, "what a reward one step later is worth", at_least=0, at_most=1)
+    entropy: float = option(0.01, "weight of the entropy in the loss", at_least=0)
+    width: int = option(64, "width of the two hidden layers", at_least=1)
+    clip_norm: float | None = option(None, "largest norm of a gradient; ps cannot clip", above=0)
+    episodes: int = option(20, "episodes of an evaluation", at_least=1)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+def rl(options: RLOptions | None = None) -> Task:
+    options = options or RLOptions()
+    return task(
+        policy=partial(_policy, options),
+        algorithm=ALGORITHMS[options.algorithm](discount=options.discount, entropy_cost=options.entropy),
+        environment=options.env,
+        environments=options.environments,
+        length=options.length,
+        optimizer=partial(torch.optim.Adam, lr=options.learning_rate, eps=1e-5),
+        clip_norm=options.clip_norm,
+        episodes=options.episodes,
+    )
+
+
+def _policy(options: RLOptions) -> nn.Module:
+    environments = open_environments(options.env, 1)
+    try:
+        return ActorCritic(environments.observation_shape, environments.actions, hidden=options.width)
+    finally:
+        environments.close()
+
+
+RL = BuiltinTask(
+    name="rl",
+    help="reinforcement learning: a policy that learns from acting in an environment of gymnasium",
+    options_type=RLOptions,
+    make=rl,
+    model=_policy,
+    steps=1000,
+)
