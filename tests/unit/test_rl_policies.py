@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.errors import UserError
-from manyhands.workloads.rl.policies import ActorCritic, check_policy, choose
+from manyhands.workloads.rl.policies import ActorCritic, check_policy, choose, scorer
 from manyhands.workloads.rl.rollouts import RolloutSpec
 
 PRECISIONS = [torch.float32, torch.float64, torch.bfloat16]  # the last is drawn by torch's operations
@@ -64,6 +64,30 @@ def test_bytes_are_seen_as_shares_of_white() -> None:
     bytes_seen = torch.arange(256).reshape(2, 128).to(torch.uint8)
     for found, expected in zip(policy(bytes_seen), policy(bytes_seen.double() / 255), strict=True):
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [((4,), torch.float32), ((3,), torch.uint8), ((5, 2), torch.float64), ((3, 20, 20), torch.uint8)],
+)
+@pytest.mark.parametrize("rows", [1, 8, 100])  # the last is more than numpy is given
+def test_scores_alone_are_those_of_the_policy(shape: tuple[int, ...], kind: torch.dtype, rows: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    observations = torch.randint(256, (rows, *shape), generator=generator).to(kind)
+    for precision, error in ((torch.float32, 1e-5), (torch.float64, 1e-12), (torch.bfloat16, 0)):
+        policy = ActorCritic(shape, 3).to(precision)
+        scores_of = scorer(policy)
+        with torch.no_grad():
+            policy.scores.weight.mul_(100)  # in place, so it is seen
+            policy.policy_trunk[0].bias.fill_(0.1)
+            torch.testing.assert_close(
+                scores_of(observations), policy(observations)[0], rtol=error, atol=error
+            )
+
+
+def test_scores_alone_of_a_policy_of_ones_own() -> None:
+    policy = Fixed(lambda n: (torch.full((n, 2), 3.0), torch.zeros(n)))
+    assert scorer(policy)(torch.zeros(4, 1)).tolist() == [[3.0, 3.0]] * 4
 
 
 # ------------------------------------------------------------------------------------------------------ actions

@@ -7,9 +7,10 @@ this; `check_policy` says before training where one is not.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,12 +18,13 @@ from manyhands.errors import UserError, first_line, num_of
 from manyhands.workloads.rl.rl_kernels import draw_actions
 from manyhands.workloads.rl.rollouts import RolloutSpec
 
-__all__ = ["ActorCritic", "check_policy", "choose"]
+__all__ = ["ActorCritic", "check_policy", "choose", "scorer"]
 
 _SMALLEST_SIDE = 20  # of an image, so that both convolutions have something to see
 _FEATURES = 256
 _WHITE = 255
 _CHECKED_ROWS = 3
+_MOST_PRODUCTS = 1 << 17  # of a layer in numpy; from about twice as many on, its BLAS starts threads
 
 Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 
@@ -53,14 +55,52 @@ class ActorCritic(nn.Module):
         self.value = _orthogonal(nn.Linear(features, 1), 1.0)
 
     def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
-        inputs = observations.to(self.scores.weight.dtype)
-        if observations.dtype == torch.uint8:
-            inputs = inputs / _WHITE
-        if not self._sees_images:
-            inputs = inputs.reshape(len(inputs), -1)
+        inputs = self._inputs(observations)
         features = self.policy_trunk(inputs)
         seen = features if self.value_trunk is None else self.value_trunk(inputs)
         return self.scores(features), self.value(seen).squeeze(1)
+
+    def _inputs(self, observations: Tensor) -> Tensor:
+        inputs = observations.to(self.scores.weight.dtype)
+        if observations.dtype == torch.uint8:
+            inputs = inputs / _WHITE
+        return inputs if self._sees_images else inputs.reshape(len(inputs), -1)
+
+    def scorer(self) -> Callable[[Tensor], Tensor]:
+        """See `scorer`. Few rows of small layers are left to numpy, whose cost per call is a fraction of PyTorch's."""
+
+        def by_torch(observations: Tensor) -> Tensor:
+            found: Tensor = self.scores(self.policy_trunk(self._inputs(observations)))
+            return found
+
+        weight = self.scores.weight
+        layers = [one for one in (*self.policy_trunk, self.scores) if isinstance(one, nn.Linear)]
+        small = not self._sees_images and weight.device.type == "cpu"
+        if not small or weight.dtype not in (torch.float32, torch.float64):
+            return by_torch
+        *trunk, last = ((one.weight.detach().numpy().T, one.bias.detach().numpy()) for one in layers)
+        most_rows = _MOST_PRODUCTS // max(one.weight.numel() for one in layers)
+
+        def scores(observations: Tensor) -> Tensor:
+            if len(observations) > most_rows:
+                return by_torch(observations)
+            outputs = self._inputs(observations).numpy()
+            for weights, biases in trunk:
+                outputs = np.tanh(outputs @ weights + biases)
+            return torch.from_numpy(outputs @ last[0] + last[1])
+
+        return scores
+
+
+def scorer(policy: nn.Module) -> Callable[[Tensor], Tensor]:
+    """A function that gives the scores of observations without the values, which few steps of acting need.
+
+    For use without gradients, and for as long as the policy's weights stay where they are in memory; their numbers may
+    change.
+    """
+    if isinstance(policy, ActorCritic):
+        return policy.scorer()
+    return lambda observations: policy(observations)[0]
 
 
 def _layers(inputs: int, hidden: int) -> nn.Sequential:
