@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 __all__ = [
+    "LOADER",
     "LOADERS_VARIABLE",
     "MOST_PASSED",
     "ForkRequest",
@@ -49,6 +50,8 @@ FRAME_BYTES = 1 << 20
 MOST_PASSED = 250  # descriptors that fit into one message, short of the kernel's 253
 
 TEMPLATE_NAME = b"mh template"  # what a list of processes shows
+
+LOADER = "manyhands.places.local.loaders:run_loader"
 
 LOADERS_VARIABLE = "MANYHANDS_LOADERS"
 """In the environment of a role: with how many processes it is born that may become its loaders."""
@@ -128,7 +131,8 @@ class TemplateSpec(NamedTuple):
 class ForkRequest(NamedTuple):
     """One fork: the role, and what a process that is started would inherit; descriptors come along, outputs first."""
 
-    role: str  # the text of a `RoleSpec`, or the name and parent of a loader, which has no place in the run
+    role: str
+    """The text of a `RoleSpec`; or name, parent and function of one that has no place in the run, such as LOADER."""
     environment: Mapping[str, str]
     folder: str
     umask: int
@@ -349,18 +353,19 @@ def _live(request: ForkRequest, passed: Sequence[int]) -> int:
     _show_name(role["name"].encode())
     sys.orig_argv[-1] = role["name"]
     if "rank" not in role:
-        return _load(socket.socket(fileno=inherited[0]))
+        return _serve_parent(socket.socket(fileno=inherited[0]), role["calls"])
     end = _bear_loaders(int(os.environ.pop(LOADERS_VARIABLE, "0")))
     if end is not None:
         _show_name(b"mh loader")
-        return _load(end)
+        return _serve_parent(end, LOADER)
     spec = RoleSpec.from_text(request.role).received(inherited)
     return int(importlib.import_module("manyhands.places.local.role_process").run_role(spec))
 
 
-def _load(end: socket.socket) -> int:
+def _serve_parent(end: socket.socket, calls: str) -> int:
     _take_threads("1")
-    return int(importlib.import_module("manyhands.places.local.loaders").run_loader(end))
+    module, _, function = calls.partition(":")
+    return int(getattr(importlib.import_module(module), function)(end))
 
 
 def _bear_loaders(count: int) -> socket.socket | None:

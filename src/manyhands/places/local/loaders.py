@@ -30,16 +30,15 @@ from manyhands.data.reading import Loading
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.native.closeable import Closeable
 from manyhands.places.local.failure import describe_exit
-from manyhands.places.local.forking import born_loaders
+from manyhands.places.local.forking import LOADER, born_loaders
 from manyhands.places.local.packed_job import load, pack
 from manyhands.places.local.stacks import (
     LOADER_CALL,
-    STACK_SIGNAL,
     answer_with_stacks,
     answered_by,
     answers_to,
+    ask_for_stack,
     call_of,
-    main_stack,
 )
 from manyhands.places.local.template import AdoptedProcess, StillRunning, inherited_environment, obtain
 
@@ -47,7 +46,6 @@ __all__ = ["Loaders", "run_loader"]
 
 _MESSAGE_BYTES = 1 << 20
 _LOOK_S = 0.2
-_ANSWER_S = 0.3
 _LEAVE_S = 1.0  # how long a loader process may finish what it is reading when it is needed no more
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -166,7 +164,7 @@ class Loaders(Closeable, Generic[_Key]):
                     for name in names:
                         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                         with theirs:
-                            role = json.dumps({"name": name, "parent_pid": os.getpid()})
+                            role = json.dumps({"name": name, "parent_pid": os.getpid(), "calls": LOADER})
                             process = template.ask(name, role, [1, 2, theirs.fileno()], environment)
                         self._loaders.append(_Loader[_Key](name, process, ours))
             for loader in self._loaders:
@@ -195,11 +193,7 @@ class Loaders(Closeable, Generic[_Key]):
         while key not in self._arrived:
             waited_s = time.monotonic() - begin
             if waited_s > self._loading.timeout_s:
-                before = os.fstat(self._stacks).st_size
-                os.kill(loader.process.pid, STACK_SIGNAL)
-                time.sleep(_ANSWER_S)
-                written = os.pread(self._stacks, os.fstat(self._stacks).st_size - before, before)
-                call = call_of(main_stack(written.decode(errors="replace"))).removeprefix(LOADER_CALL)
+                call = call_of(ask_for_stack(loader.process.pid, self._stacks)).removeprefix(LOADER_CALL)
                 raise ManyhandsError(
                     f"{loader} returned nothing for {waited_s:.0f} s: it is {call}; if reading a batch takes longer, "
                     "set loading's timeout_s"

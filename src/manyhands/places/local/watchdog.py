@@ -29,7 +29,7 @@ from manyhands.places.local.roster import Member, ProcessPhase, watched_s
 from manyhands.places.local.stacks import Frame, call_of, main_stack, split_threads
 from manyhands.places.local.status import NOBODY, State, StatusRow
 
-__all__ = ["Found", "Watchdog", "Watched"]
+__all__ = ["Found", "Stall", "Watchdog", "Watched", "is_stopped"]
 
 _NUM_EVENTS = 50
 _ASK_BEFORE_S = 1.0
@@ -392,7 +392,11 @@ def _being(role: Member) -> Being:
         return Being.LEFT
     if role.phase is ProcessPhase.STARTING:
         return Being.STARTING
-    return Being.STOPPED if _proc_fields(role.pid)[:1] in (["T"], ["t"]) else Being.RUNNING
+    return Being.STOPPED if is_stopped(role.pid) else Being.RUNNING
+
+
+def is_stopped(pid: int) -> bool:
+    return _proc_fields(pid)[:1] in (["T"], ["t"])
 
 
 def _proc_fields(pid: int) -> list[str]:

@@ -74,6 +74,7 @@ class Tickets:
         first = first_update * rollouts_per_update
         self._free = [[first + (actor - first) % self._step] for actor in range(self._step)]
         self._forced = _by_actor(forced, actors) if forced is not None else None
+        self._logged = {row.ticket.number for row in forced or () if not row.dropped}
 
     def begin(self, actor: int, newest_version: int) -> Ticket | WaitFor:
         """What `actor` acts for next, now that `newest_version` is published."""
@@ -130,7 +131,10 @@ class Tickets:
         """The batch of `update` in the order of its rows, which is consumed by this; None until it is complete."""
         if update != self._update:
             raise ValueError(f"update {self._update} is next, not {update}")
-        if self.missing(update):
+        missing = self.missing(update)
+        if self._forced is not None and not self._logged.issuperset(missing):
+            raise UserError(f"the log ends before update {update} is complete; replay with steps={update}")
+        if missing:
             return None
         begin = update * self.rollouts_per_update
         self._update += 1
