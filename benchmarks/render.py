@@ -25,7 +25,16 @@ from render_filters import filters
 from render_generating import generating_rates
 from render_gpu_nccl import nccl_steps
 from render_inference import inference_speed
-from render_links import geo, helpers_live, hosts_speed, links_speed, many_ranks, ray_actor, tls_cost
+from render_links import (
+    geo,
+    helpers_live,
+    hosts_speed,
+    links_speed,
+    many_ranks,
+    ray_actor,
+    sending_orders,
+    tls_cost,
+)
 from render_loading import loading_rates
 from render_models import codecs_speed, language_speed, offload, pipeline_speed, wavefronts
 from render_plan import auto_speed, plan_errors
@@ -373,6 +382,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "tls": tls_cost,
     "geo": geo,
     "hosts": hosts_speed,
+    "sending orders": sending_orders,
     "language gpu": language_speed,
     "many ranks": many_ranks,
     "helpers live": helpers_live,

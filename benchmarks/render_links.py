@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from manyhands.errors import format_bytes
+from overlap_model import Model, Order
 from results_read import RESULTS, load, markdown, show_time
 
 
@@ -126,6 +127,41 @@ def _ways_table(result: dict[str, Any]) -> str:
         f"{result['rounds']} rounds."
     )
     return f"{about}\n\n{markdown(table)}"
+
+
+_LAYERS, _FRAMES = 16, 1514 / 1448
+_OPTIMIZER_S, _AGREE_S = 6.4e-3, 2e-3  # measured where cells of `hosts.json` were
+_SHARE = 0.2  # of a core that the sums took while the cable was busy: 27 ms of 134
+_MESSAGE_S = 2.7e-3  # with it the model gives the 375 ms that sending by priority took where it was measured
+ORDERS = {
+    "by arrival, 4 MiB": Order(layers=4),
+    "by arrival, 1 MiB": Order(layers=1),
+    "layers released": Order(layers=1, released=True),
+    "by need, layers released": Order(layers=1, by_need=True, released=True),
+    "the same, 2.7 ms a slice": Order(layers=1, by_need=True, released=True, message_s=_MESSAGE_S),
+}
+
+
+def sending_orders() -> str:
+    """What a step takes by the model of its overlap, in each order in which gradients may leave, beside live steps."""
+    table = [["bound by", "a step, measured", "max(computing, bytes ÷ rate)", *ORDERS]]
+    for row in load("hosts")["cells"]:
+        if (row["hosts"], row["per_host"], row["rate"]) != (2, 1, "1"):
+            continue
+        ways = {one["way"]: one["step_s"] for one in row["ways"]}
+        found = modelled(ways["alone"], row["cable_s"])
+        bound = _milliseconds(max(ways["alone"], row["cable_s"]))
+        table.append(
+            [row["bound"], _milliseconds(ways["allreduce"]), bound, *map(_milliseconds, found.values())]
+        )
+    return markdown(table)
+
+
+def modelled(alone_s: float, cable_s: float) -> dict[str, float]:
+    """A step by each order, where one worker alone takes so long, and the bytes take so long without frames."""
+    forward_s = (alone_s - _OPTIMIZER_S) / 3  # backward takes twice as long
+    model = Model(_LAYERS, forward_s, 2 * forward_s, cable_s * _FRAMES, _OPTIMIZER_S + _AGREE_S, share=_SHARE)
+    return {name: model.step_s(order) for name, order in ORDERS.items()}
 
 
 def many_ranks() -> str:
