@@ -181,25 +181,31 @@ def _saved(task: Task, model: nn.Module, units: Iterable[Unit], batch: Any) -> _
     def leave(*_: Any) -> None:  # a forward hook's result would replace the output
         inside.pop()
 
+    def loss() -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            found = task.loss(model, batch)
+        kept.clear()
+        forwards.append(total)
+        return found
+
     hooks = []
     for unit in units:
         if unit.module is not None:
             enter = partial(lambda number, *_: inside.append(number), unit.number)
             hooks.append(unit.module.register_forward_pre_hook(enter))
             hooks.append(unit.module.register_forward_hook(leave, always_call=True))
+    forwards: list[int] = []
     try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            task.loss(model, batch)
+        peaks = peaks_of_step(model, batch, loss)
+    except Exception:
+        if not forwards:
+            raise
+        peaks = StepPeaks()  # what only backward cannot do without values
     finally:
         for hook in hooks:
             hook.remove()
-    kept.clear()
-    try:
-        peaks = peaks_of_step(model, batch, lambda: task.loss(model, batch))
-    except Exception:  # what only backward cannot do without values
-        peaks = StepPeaks()
     model.zero_grad(set_to_none=True)
-    return _Seen(total, by_unit, peaks)
+    return _Seen(forwards[0], by_unit, peaks)
 
 
 def _step_work(task: Task) -> int:
