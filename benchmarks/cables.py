@@ -131,6 +131,18 @@ def inside(name: str) -> list[str]:
     return ["ip", "netns", "exec", name]
 
 
+def cores_of(host: int, hosts: int) -> list[int]:
+    """Those of one of several hosts: neighbours, so that no two hosts share a core's two threads."""
+    every = sorted(os.sched_getaffinity(0), key=lambda core: (_physical(core), core))
+    each = max(1, len(every) // hosts)
+    return (every * hosts)[host * each : (host + 1) * each]
+
+
+def _physical(core: int) -> int:
+    name = Path(f"/sys/devices/system/cpu/cpu{core}/topology/core_id")
+    return int(name.read_text()) if name.exists() else core
+
+
 def run_ranks(
     commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], within_s: float
 ) -> None:

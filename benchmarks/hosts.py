@@ -31,7 +31,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
-from cables import bytes_per_s, inside, on_the_cable, places, run_ranks, switched_hosts, two_namespaces
+from cables import (
+    bytes_per_s,
+    cores_of,
+    inside,
+    on_the_cable,
+    places,
+    run_ranks,
+    switched_hosts,
+    two_namespaces,
+)
 
 RESULT = Path(__file__).parent / "results" / "hosts.json"
 WIDTH, LAYERS, WARM, START_S = 512, 16, 3, 15.0
@@ -78,17 +87,6 @@ class Job:
         if "algorithm=ring" in way:  # one link of the ring leaves each host
             return 2 * (self.world - 1) / self.world * num_bytes
         return 2 * (self.hosts - 1) / self.hosts * num_bytes * (0.5 if "bf16" in way else 1)
-
-    def cores(self, rank: int) -> list[int]:
-        """Those of the rank's host: neighbours, so that no two hosts share a core's two threads."""
-        every = sorted(os.sched_getaffinity(0), key=lambda core: (_physical(core), core))
-        host, each = rank // self.per_host, max(1, len(every) // self.hosts)
-        return (every * self.hosts)[host * each : (host + 1) * each]
-
-
-def _physical(core: int) -> int:
-    name = Path(f"/sys/devices/system/cpu/cpu{core}/topology/core_id")
-    return int(name.read_text()) if name.exists() else core
 
 
 def build() -> nn.Sequential:
@@ -193,7 +191,7 @@ def in_time(until: float) -> bool:
 def work(job: Job, port: int, result: Path) -> None:
     """One of the processes: every way in turn, a line for each."""
     rank = int(os.environ["RANK"])
-    cores = job.cores(rank)
+    cores = cores_of(rank // job.per_host, job.hosts)
     os.sched_setaffinity(0, cores)
     threads = max(1, len(cores) // job.per_host)
     torch.set_num_threads(threads)

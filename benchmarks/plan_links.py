@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 import manyhands as mh
-from cables import inside, places, run_ranks, two_namespaces
+from cables import cores_of, inside, places, run_ranks, two_namespaces
 from manyhands.facts import LinkRate, Machines
 from manyhands.foresight.estimate import estimate
 from manyhands.foresight.plan.step_costs import usual_costs
@@ -48,8 +48,9 @@ LOOPBACK = LinkRate(latency_s=1e-4, bytes_per_s=1.5e9)
 
 
 def work(task: str, strategy: str, steps: int, result: Path) -> None:
-    """One of the processes."""
-    torch.set_num_threads(1)
+    """One of the processes, on the cores of its host: a run divides all that it may use among a host's workers."""
+    host = int(os.environ["RANK"]) * HOSTS // int(os.environ["WORLD_SIZE"])
+    os.sched_setaffinity(0, cores_of(host, HOSTS))
     options = mh.Options(insecure=True, progress="none", check_every=0)
     run = mh.fit({**SEEN, **HELD_OUT}[task](), strategy, steps=steps, options=options)
     if os.environ["RANK"] == "0":
@@ -70,45 +71,44 @@ def seen_s(task: str, text: str, names: list[str], world: int, steps: int, port:
         return statistics.mean(json.loads(result.read_text()))
 
 
-def rows_of(name: str, per_host: int, rates: list[str], port: int) -> list[dict[str, Any]]:
+def rows_of(name: str, per_host: int, rate: str, ways: list[str], port: int) -> list[dict[str, Any]]:
     task, world = {**SEEN, **HELD_OUT}[name](), HOSTS * per_host
     found = estimate(task)
     profiles, rows = TaskProfiles(task, found), []
     alone = Strategy.parse("single").predict(profiles.of(1, 1), Machines())
     assert alone is not None, "one process is modelled"
-    for rate in rates:
-        between = LinkRate(latency_s=CABLE.latency_s, bytes_per_s=RATES[rate] / 8)
-        machines = Machines(hosts=HOSTS, per_host=per_host, inside=LOOPBACK, between=between)
-        with two_namespaces(ADDRESS, rate, ["burst", "256kb", "latency", "100ms"]) as names:
-            for way in WAYS:
-                text = strategy_text(way, per_host)
-                strategy = Strategy.parse(text)
-                step = strategy.predict(profiles.of(world, world), machines)
-                traffic = strategy.sends(found.footprint, world) or ()
-                if step is None:
-                    continue
-                costs = usual_costs(machines).get(cost_class(strategy))
-                beside = 0.0
-                if costs is not None:
-                    messages = max((one.messages for one in traffic), default=0.0)
-                    beside = costs.seconds(messages, max((one.num_bytes for one in traffic), default=0.0))
-                predicted = step.seconds + beside
-                steps = WARM + 1 + 8 * max(2, min(8, round(0.25 / predicted)))  # whole rounds of `local`
-                port += 1
-                took = seen_s(name, text, names, world, steps, port)
-                rows.append(
-                    {
-                        "task": name, "rate": rate, "per_host": per_host, "strategy": text,
-                        "predicted_ms": round(1e3 * predicted, 3), "seen_ms": round(1e3 * took, 3),
-                        "error": round(predicted / took - 1, 4),
-                        "null_error": round(alone.seconds / world / took - 1, 4),
-                    }
-                )  # fmt: skip
-                print(
-                    f"{name:<12}{rate:>8} 2 x {per_host} {text:<42}{1e3 * predicted:>9.2f} ms"
-                    f"{1e3 * took:>9.2f} seen{rows[-1]['error']:>+8.1%}{rows[-1]['null_error']:>+8.1%} (null)",
-                    flush=True,
-                )
+    between = LinkRate(latency_s=CABLE.latency_s, bytes_per_s=RATES[rate] / 8)
+    machines = Machines(hosts=HOSTS, per_host=per_host, inside=LOOPBACK, between=between)
+    with two_namespaces(ADDRESS, rate, ["burst", "256kb", "latency", "100ms"]) as names:
+        for way in ways:
+            text = strategy_text(way, per_host)
+            strategy = Strategy.parse(text)
+            step = strategy.predict(profiles.of(world, world), machines)
+            traffic = strategy.sends(found.footprint, world) or ()
+            if step is None:
+                continue
+            costs = usual_costs(machines).get(cost_class(strategy))
+            beside = 0.0
+            if costs is not None:
+                messages = max((one.messages for one in traffic), default=0.0)
+                beside = costs.seconds(messages, max((one.num_bytes for one in traffic), default=0.0))
+            predicted = step.seconds + beside
+            steps = WARM + 1 + 8 * max(2, min(8, round(0.25 / predicted)))  # whole rounds of `local`
+            port += 1
+            took = seen_s(name, text, names, world, steps, port)
+            rows.append(
+                {
+                    "task": name, "rate": rate, "per_host": per_host, "strategy": text,
+                    "predicted_ms": round(1e3 * predicted, 3), "seen_ms": round(1e3 * took, 3),
+                    "error": round(predicted / took - 1, 4),
+                    "null_error": round(alone.seconds / world / took - 1, 4),
+                }
+            )  # fmt: skip
+            print(
+                f"{name:<12}{rate:>8} 2 x {per_host} {text:<42}{1e3 * predicted:>9.2f} ms"
+                f"{1e3 * took:>9.2f} seen{rows[-1]['error']:>+8.1%}{rows[-1]['null_error']:>+8.1%} (null)",
+                flush=True,
+            )
     return rows
 
 
@@ -126,6 +126,7 @@ def main() -> None:
     parser.add_argument("--tasks", default="perceptron,uneven,transformer")
     parser.add_argument("--rates", default=",".join(RATES))
     parser.add_argument("--per-host", default="1")
+    parser.add_argument("--ways", default=";".join(WAYS))
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/plan-links.json"))
     parser.add_argument("--add", action="store_true", help="keep what the file has of other cases")
     parser.add_argument("--work", nargs=4, help=argparse.SUPPRESS)
@@ -139,9 +140,10 @@ def main() -> None:
         rows = json.loads(asked.json.read_text())["rows"]
     for per_host in map(int, asked.per_host.split(",")):
         for name, rate in product(asked.tasks.split(","), asked.rates.split(",")):
-            here = {"task": name, "rate": rate, "per_host": per_host}
-            rows = [one for one in rows if any(one[key] != value for key, value in here.items())]
-            rows += rows_of(name, per_host, [rate], 29600 + 8 * len(rows))
+            found = rows_of(name, per_host, rate, asked.ways.split(";"), 29600 + 8 * len(rows))
+            keys = ("task", "rate", "per_host", "strategy")
+            cases = [[one[key] for key in keys] for one in found]
+            rows = [*(one for one in rows if [one[key] for key in keys] not in cases), *found]
             keep(rows, asked.json)
 
 
