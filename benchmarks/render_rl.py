@@ -1,0 +1,43 @@
+"""The tables of `rl_speed.py` in the documents."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from results_read import load, markdown, show_ratio
+
+_SIMULATED = {
+    "ours": "ours",
+    "vector": "gymnasium's vector",
+    "sync": "gymnasium's SyncVectorEnv",
+    "loop": "loop over gymnasium.make",
+}
+_LEARNED = {
+    "sb3-a2c": "Stable-Baselines3, A2C",
+    "sb3-ppo": "Stable-Baselines3, PPO",
+    "sample-factory": "Sample Factory 2, APPO",
+}
+
+
+def rl_simulation() -> str:
+    result = load("rl-speed")
+    rows = [["environments", *_SIMULATED.values()]]
+    for count, found in result["simulation"].items():
+        rows.append([count, *(f"{median(found[name]):,.0f}" for name in _SIMULATED)])
+    about = f"**1 of {result['cores']} cores ({result['machine']}), gymnasium {result['gymnasium']}**"
+    return f"{about}\n\n{markdown(rows)}"
+
+
+def rl_learning() -> str:
+    result = load("rl-speed")
+    rates = {name: median(found) for name, found in result["learning"].items()}
+    rows = [["", "frames/s", "least to most", "to Stable-Baselines3's", "to Sample Factory"]]
+    for name, found in result["learning"].items():
+        spread = f"{min(found):,.0f} to {max(found):,.0f}"
+        ratios = ["", ""]
+        if name not in _LEARNED:
+            same = rates["sb3-ppo" if "PPO" in name else "sb3-a2c"]
+            ratios = [show_ratio(rates[name] / one) for one in (same, rates["sample-factory"])]
+        rows.append([_LEARNED.get(name, name), f"{rates[name]:,.0f}", spread, *ratios])
+    about = f"**{result['cores']} cores ({result['machine']}), torch {result['torch']}**"
+    return f"{about}\n\n{markdown(rows)}"
