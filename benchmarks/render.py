@@ -37,7 +37,7 @@ from render_links import (
 )
 from render_loading import loading_rates
 from render_models import codecs_speed, language_speed, offload, pipeline_speed, wavefronts
-from render_plan import auto_speed, plan_errors
+from render_plan import auto_speed, link_errors, plan_errors
 from render_public import public_tables
 from render_rl import rl_learning, rl_simulation
 from render_startup import startup_times
@@ -389,6 +389,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "helpers live": helpers_live,
     "nccl": nccl_steps,
     "auto speed": auto_speed,
+    "link errors": link_errors,
     "plan errors": plan_errors,
     "public tables": public_tables,
     "generating": generating_rates,

@@ -7,7 +7,7 @@ from typing import Any
 
 from results_read import RESULTS, load, markdown
 
-__all__ = ["auto_speed", "plan_errors"]
+__all__ = ["auto_speed", "link_errors", "plan_errors"]
 
 
 def _percent(share: float) -> str:
@@ -141,4 +141,25 @@ def auto_speed() -> str:
         f"Whole runs of about a minute ({repeats} of each) on {result['cores']} cores, {result['workers']} workers, "
         "planning and trials included:"
     )
+    return sentence + "\n\n" + markdown(rows)
+
+
+def link_errors() -> str:
+    """Every plan that was measured between hosts."""
+    result = load("plan-links")
+    rows = [["task", "link", "strategy", "predicted", "seen", "error", "one process ÷ workers"]]
+    rows += [
+        [
+            case["task"],
+            case["rate"],
+            f"`{case['strategy']}`",
+            f"{case['predicted_ms']:.0f} ms",
+            f"{case['seen_ms']:.0f} ms",
+            f"{100 * case['error']:+.0f} %",
+            f"{100 * case['null_error']:+.0f} %",
+        ]
+        for case in result["rows"]
+    ]
+    hosts = f"{result['hosts']} hosts of one worker and one core each, which are network namespaces"
+    sentence = f"Between {hosts}, measured once:"
     return sentence + "\n\n" + markdown(rows)
