@@ -53,7 +53,7 @@ def policy(dtype: torch.dtype = torch.float64) -> nn.Module:
     return mh.rl.ActorCritic((2,), 2, hidden=16).to(dtype)
 
 
-def corridor(algorithm: PolicyGradient | None = None, environments: int = 7) -> mh.Task:
+def corridor(algorithm: PolicyGradient | None = None, environments: int = 7, **actors: int) -> mh.Task:
     return mh.rl.task(
         policy=policy,
         algorithm=algorithm or mh.rl.A2C(),
@@ -62,6 +62,7 @@ def corridor(algorithm: PolicyGradient | None = None, environments: int = 7) -> 
         length=8,
         optimizer=partial(torch.optim.Adam, lr=1e-2),
         episodes=4,
+        **actors,
     )
 
 
@@ -104,3 +105,34 @@ def test_a_run_with_a_bound_on_lag_is_audited_and_replayed_to_the_same_bytes(tmp
 def test_a_strategy_without_whole_models_is_refused(strategy: str) -> None:
     with pytest.raises(UserError, match="made by acting with the model: acting needs a complete model"):
         mh.fit(corridor(), strategy, workers=2, steps=2, options=QUIET)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_actors_without_lag_make_the_run_synchronous(workers: int) -> None:
+    """Their environments are others than a worker's own, but the same in every run."""
+    task = partial(corridor, mh.rl.Impala(), environments=8, actors=4, lag=0)
+    runs = [mh.fit(task(), "mirrored", workers=workers, steps=10, options=QUIET) for _ in range(2)]
+    first, second = (weights(run.model) for run in runs)
+    assert torch.equal(first, second)
+    assert {row["policy_lag"] for row in runs[0].history if "policy_lag" in row} == {0}
+
+
+def test_actors_keep_within_the_lag_and_learn() -> None:
+    task = corridor(mh.rl.Impala(), environments=8, actors=2, lag=3)
+    run = mh.fit(task, "single", workers=1, steps=240, options=QUIET)
+    lags = {row["policy_lag"] for row in run.history if "policy_lag" in row}
+    assert max(lags) <= 3
+    assert run.summary["final"]["return"] >= 0.75
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"lag": 2}, "lag is 2, but without actors nothing is ever behind"),
+        ({"actors": 2, "lag": 2}, "lag is 2, but A2C learns from rollouts of the newest weights"),
+        ({"actors": 3}, "environments is 7; 3 actors need equally many"),
+    ],
+)
+def test_actors_that_do_not_fit_are_refused(given: dict[str, int], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        corridor(**given)

@@ -87,6 +87,9 @@ class Impala(PolicyGradient):
 
     corrects_lag = True
 
+    corrects: bool = option(
+        True, "whether rollouts of older weights are corrected for; False shows why they are"
+    )
     rho: float = option(1.0, "limit of the ratio of policies in the values' targets", above=0)
     c: float = option(1.0, "limit of the ratio of policies in the trace", above=0)
     rho_policy: float = option(1.0, "limit of the ratio of policies in the policy's gradient", above=0)
@@ -100,8 +103,9 @@ class Impala(PolicyGradient):
     def loss(self, policy: nn.Module, batch: Rollouts) -> Tensor:
         judged = _judge(policy, batch.observations, batch.actions, batch.rewards.dtype)
         rewards, discounts = transitions(batch, self.discount)
+        log_ratios = (judged.log_probs - batch.log_probs) * self.corrects
         targets, advantages = v_trace(
-            judged.log_probs - batch.log_probs, discounts, rewards, judged.values, judged.bootstrap,
+            log_ratios, discounts, rewards, judged.values, judged.bootstrap,
             rho=self.rho, c=self.c, rho_policy=self.rho_policy, trace=self.trace,
         )  # fmt: skip
         policy_losses = -advantages * judged.log_probs

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from manyhands.errors import UserError
 from manyhands.task import Task
 from manyhands.workloads.builtin_task import BuiltinTask
-from manyhands.workloads.rl.collecting import OwnExperience
+from manyhands.workloads.rl.collecting import ActedExperience
 from manyhands.workloads.rl.environments import Source, open_environments
 from manyhands.workloads.rl.playing import play
 from manyhands.workloads.rl.policies import ActorCritic, check_policy
@@ -37,14 +37,18 @@ def task(
     length: int = 16,
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
     clip_norm: float | None = None,
+    actors: int = 0,
+    lag: int | None = None,
     episodes: int = 20,
     name: str = "rl",
 ) -> Task:
     """A Task whose batches are `length` steps of each of so many environments.
 
     `policy()` gives a module: observations (N, …) -> (scores of the actions (N, A), values (N,)). `environment` is the
-    name of a gymnasium environment, a function that makes one, or a function (count) that makes a vector of them.
-    `episodes` are played after every evaluation, always with the best action; their mean return is its metric.
+    name of a gymnasium environment, a function that makes one, or a function (count) that makes a vector of them. With
+    `actors`, processes of their own act while the workers learn, with weights of at most `lag` batches before; by
+    default 1 where the algorithm corrects for it, else 0. `episodes` are played after every evaluation, always with the
+    best action; their mean return is its metric.
     """
     for field, value in (("environments", environments), ("length", length), ("episodes", episodes)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -56,7 +60,15 @@ def task(
         name=name,
         model=policy,
         loss=partial(_loss, algorithm, returns),
-        data=OwnExperience(make=make, spec=spec, algorithm=algorithm),
+        data=ActedExperience(
+            make=make,
+            policy=policy,
+            spec=spec,
+            algorithm=algorithm,
+            environments=environments,
+            actors=actors,
+            lag=int(actors > 0 and algorithm.corrects_lag) if lag is None else lag,
+        ),
         batch_size=environments,
         records_each=length,
         optimizer=optimizer or partial(torch.optim.Adam, lr=7e-4, eps=1e-5),
@@ -117,9 +129,13 @@ class RLOptions:
     """What may be chosen about reinforcement learning."""
 
     env: str = option("CartPole-v1", "name of a gymnasium environment", metavar="NAME")
-    algorithm: str = option("a2c", "what is learned from rollouts", choices=tuple(ALGORITHMS))
+    algorithm: str = option("ppo", "what is learned from rollouts", choices=tuple(ALGORITHMS))
     environments: int = option(16, "environments of all workers together", at_least=1)
-    length: int = option(16, "steps of each in a batch", at_least=1)
+    length: int = option(64, "steps of each in a batch", at_least=1)
+    actors: int = option(0, "processes that act while the workers learn; 0: the workers act", at_least=0)
+    lag: int | None = option(
+        None, "batches that the weights of actors may be behind", at_least=0, shown="1, or 0 for a2c"
+    )
     learning_rate: float = option(2e-3, "learning rate of Adam", above=0)
     discount: float = option(0.99, "what a reward one step later is worth", at_least=0, at_most=1)
     entropy: float = option(0.01, "weight of the entropy in the loss", at_least=0)
@@ -141,6 +157,8 @@ def rl(options: RLOptions | None = None) -> Task:
         length=options.length,
         optimizer=partial(torch.optim.Adam, lr=options.learning_rate, eps=1e-5),
         clip_norm=options.clip_norm,
+        actors=options.actors,
+        lag=options.lag,
         episodes=options.episodes,
     )
 
@@ -159,5 +177,5 @@ RL = BuiltinTask(
     options_type=RLOptions,
     make=rl,
     model=_policy,
-    steps=1000,
+    steps=1600,
 )
