@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from manyhands.data.randomness import mix
 from manyhands.workloads.rl.episodes import Episode
-from manyhands.workloads.rl.policies import choose
+from manyhands.workloads.rl.policies import choose, scorer
 from manyhands.workloads.rl.rollouts import Rollouts, RolloutSpec
 from manyhands.workloads.rl.stepping import Environments
 
@@ -51,7 +51,7 @@ class Actor:
         """Fill one rollout of every environment, with weights of this version; which episodes ended."""
         length, ended = self._spec.length, list[Episode]()
         uniforms = torch.from_numpy(draws(self._seed, self._keys, self._rows, length))
-        device = next(policy.parameters()).device
+        device, score = next(policy.parameters()).device, scorer(policy)
         into.versions.fill_(version)
         into.final_values.zero_()
         with torch.no_grad():
@@ -59,7 +59,7 @@ class Actor:
                 self._observations = torch.from_numpy(self._environments.reset(self._seeds))
             for row in range(length):
                 into.observations[:, row].copy_(self._observations)
-                scores, _ = policy(self._observations.to(device))
+                scores = score(self._observations.to(device))
                 actions, log_probs = choose(scores, uniforms[:, row].to(device))
                 actions = actions.cpu()
                 stepped = self._environments.step(actions.numpy())

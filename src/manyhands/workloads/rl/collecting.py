@@ -128,7 +128,6 @@ class _OfActors(_Rollouts):
             job = ActorJob(
                 make=asked.make,
                 policy=asked.policy,
-                actor=Actor,
                 spec=asked.spec,
                 environments=self._numbers,
                 seed=self._seed,
