@@ -131,6 +131,19 @@ def test_the_ends_of_the_interval_give_possible_actions(precision: torch.dtype) 
     torch.testing.assert_close(log_probs, torch.full((2,), -0.6931471805599453).to(precision))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="it needs a GPU")
+@pytest.mark.parametrize("shape", [(4,), (4, 84, 84)])
+def test_a_gpu_draws_the_same(shape: tuple[int, ...]) -> None:
+    policy = ActorCritic(shape, 6).double()
+    observations = torch.randn((20, *shape), generator=torch.Generator().manual_seed(1)).double()
+    uniforms = torch.rand(20, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    with torch.no_grad():
+        expected, of_expected = choose(scorer(policy)(observations), uniforms)
+        actions, log_probs = choose(scorer(policy.cuda())(observations.cuda()), uniforms.cuda())
+    assert torch.equal(actions.cpu(), expected)
+    torch.testing.assert_close(log_probs.cpu(), of_expected, rtol=0, atol=1e-10)
+
+
 def test_drawing_gives_no_gradient() -> None:
     scores = torch.zeros((2, 3), requires_grad=True)
     assert not choose(scores, torch.zeros(2))[1].requires_grad

@@ -262,6 +262,16 @@ def test_the_expected_gradient_is_that_of_the_expected_return(name: str) -> None
     close(found, expected)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="it needs a GPU")
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+def test_a_gpu_learns_the_same(name: str) -> None:
+    algorithm, policy = PPO(minibatches=2) if name == "ppo" else ALGORITHMS[name](), policy_of(10)
+    rollouts = rollouts_of(policy_of(11))
+    expected = learned(algorithm, policy, rollouts, algorithm.updates - 1)
+    on_gpu = Rollouts(*(one.cuda() for one in rollouts))
+    close(learned(algorithm, policy.cuda(), on_gpu, algorithm.updates - 1).cpu(), expected, 1e-11)
+
+
 # ------------------------------------------------------------------------------------------------- what is refused
 
 
