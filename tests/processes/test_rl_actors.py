@@ -134,10 +134,10 @@ def test_an_asynchronous_run_with_kills_is_replayed_to_the_byte(tmp_path: Path) 
     facts = actors.facts()
     assert len(killed) == 8
     assert audit(actors.log, 3, 2, 40) == []
-    assert facts.dropped == sum(row.dropped for row in actors.log)
+    assert facts.dropped == sum(row.dropped for row in actors.log) > 0
 
     (record,) = read_tickets(path)
-    assert record.rows == actors.log
+    assert record.rows == actors.log[: len(record.rows)]  # what ended after the last batch changed nothing
     assert audit_tickets([record], 40) == []
     again = Actors(job(6), settings(lag=2), START, replayed=record)
     assert trained(again, 40) == (weights, episodes)

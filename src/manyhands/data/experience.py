@@ -37,6 +37,11 @@ class ExperienceCollector(ABC):
 class Experience(WorkerData):
     """Data of a task that learns from acting."""
 
+    @property
+    def processes(self) -> int:
+        """How many processes each worker starts, once it is dealt."""
+        return 0
+
     @abstractmethod
     def collector(self, environments: range, seed: int) -> ExperienceCollector:
         """For these environments, by their numbers among those of all workers; called in the worker."""

@@ -31,7 +31,7 @@ from manyhands.engine.metric_states import MetricUpdates
 from manyhands.engine.options import EarlyStopping, Slowdown
 from manyhands.engine.profiler import ProfiledSteps
 from manyhands.errors import UserError
-from manyhands.places.local.forking import LOADERS_VARIABLE
+from manyhands.places.local.forking import CHILDREN_VARIABLE
 from manyhands.places.local.loaders import Loaders
 from manyhands.task import Metric, Task
 
@@ -337,9 +337,12 @@ class NumberReader:
 
 
 def worker_environment(plan: TrainingPlan, threads: int, *, loads: bool = True) -> dict[str, str]:
-    """The environment of a worker's process: its threads, and loader processes unless it `loads` nothing."""
-    loaders = plan.task.loaders if loads and isinstance(plan.task, Task) else 0
-    return {"OMP_NUM_THREADS": str(threads), **({LOADERS_VARIABLE: str(loaders)} if loaders else {})}
+    """The environment of a worker's process: its threads, and its loaders and actors unless it `loads` nothing."""
+    task = plan.task if loads and isinstance(plan.task, Task) else None
+    children = (
+        0 if task is None else task.data.processes if isinstance(task.data, Experience) else task.loaders
+    )
+    return {"OMP_NUM_THREADS": str(threads), **({CHILDREN_VARIABLE: str(children)} if children else {})}
 
 
 def require_loss(loss: object) -> None:

@@ -34,13 +34,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 __all__ = [
-    "LOADER",
-    "LOADERS_VARIABLE",
+    "CHILDREN_VARIABLE",
     "MOST_PASSED",
     "ForkRequest",
     "RoleSpec",
     "TemplateSpec",
-    "born_loaders",
+    "born_children",
     "die_with_parent",
     "run_template",
     "spare_finalizers",
@@ -51,13 +50,11 @@ MOST_PASSED = 250  # descriptors that fit into one message, short of the kernel'
 
 TEMPLATE_NAME = b"mh template"  # what a list of processes shows
 
-LOADER = "manyhands.places.local.loaders:run_loader"
+CHILDREN_VARIABLE = "MANYHANDS_CHILDREN"
+"""In the environment of a role: with how many processes it is born, which may become its loaders or actors."""
 
-LOADERS_VARIABLE = "MANYHANDS_LOADERS"
-"""In the environment of a role: with how many processes it is born that may become its loaders."""
-
-born_loaders: list[tuple[int, socket.socket]] = []
-"""Their process ids and this process's ends of their sockets, for the first user of loaders."""
+born_children: list[tuple[int, socket.socket]] = []
+"""Those that are still nothing: their process ids and this process's ends of their sockets."""
 
 _TAKEN_APART = ("torch", "numba", "llvmlite")
 """Whose finalizers change nothing but memory that ends with the process."""
@@ -132,7 +129,7 @@ class ForkRequest(NamedTuple):
     """One fork: the role, and what a process that is started would inherit; descriptors come along, outputs first."""
 
     role: str
-    """The text of a `RoleSpec`; or name, parent and function of one that has no place in the run, such as LOADER."""
+    """The text of a `RoleSpec`; or name, parent and function of one that has no place in the run: a loader."""
     environment: Mapping[str, str]
     folder: str
     umask: int
@@ -354,10 +351,13 @@ def _live(request: ForkRequest, passed: Sequence[int]) -> int:
     sys.orig_argv[-1] = role["name"]
     if "rank" not in role:
         return _serve_parent(socket.socket(fileno=inherited[0]), role["calls"])
-    end = _bear_loaders(int(os.environ.pop(LOADERS_VARIABLE, "0")))
+    end = _bear_children(int(os.environ.pop(CHILDREN_VARIABLE, "0")))
     if end is not None:
-        _show_name(b"mh loader")
-        return _serve_parent(end, LOADER)
+        _show_name(b"mh child")
+        calls = end.recv(FRAME_BYTES).decode()
+        if not calls:  # the role has no use for it, or is gone
+            os._exit(0)
+        return _serve_parent(end, calls)
     spec = RoleSpec.from_text(request.role).received(inherited)
     return int(importlib.import_module("manyhands.places.local.role_process").run_role(spec))
 
@@ -368,7 +368,7 @@ def _serve_parent(end: socket.socket, calls: str) -> int:
     return int(getattr(importlib.import_module(module), function)(end))
 
 
-def _bear_loaders(count: int) -> socket.socket | None:
+def _bear_children(count: int) -> socket.socket | None:
     # Fork so many processes while this one has a single thread and has computed nothing; in each of them, its socket.
     # They hold nothing of the role's: a socket that they kept would hide its death.
     role = os.getpid()
@@ -378,16 +378,16 @@ def _bear_loaders(count: int) -> socket.socket | None:
         if pid == 0:
             os.setsid()
             die_with_parent(role, signal.SIGKILL)
-            for held in (ours, *(end for _, end in born_loaders)):
+            for held in (ours, *(end for _, end in born_children)):
                 held.detach()  # or the object would close a number that means something else by then
-            born_loaders.clear()
+            born_children.clear()
             for descriptor in map(int, os.listdir("/proc/self/fd")):
                 if descriptor > 2 and descriptor != theirs.fileno():
                     with suppress(OSError):  # that of the listing itself is closed already
                         os.close(descriptor)
             return theirs
         theirs.close()
-        born_loaders.append((pid, ours))
+        born_children.append((pid, ours))
     return None
 
 

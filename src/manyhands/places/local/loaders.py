@@ -30,7 +30,7 @@ from manyhands.data.reading import Loading
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.native.closeable import Closeable
 from manyhands.places.local.failure import describe_exit
-from manyhands.places.local.forking import LOADER, born_loaders
+from manyhands.places.local.forking import born_children
 from manyhands.places.local.packed_job import load, pack
 from manyhands.places.local.stacks import (
     LOADER_CALL,
@@ -40,10 +40,17 @@ from manyhands.places.local.stacks import (
     ask_for_stack,
     call_of,
 )
-from manyhands.places.local.template import AdoptedProcess, StillRunning, inherited_environment, obtain
+from manyhands.places.local.template import (
+    AdoptedProcess,
+    StillRunning,
+    inherited_environment,
+    obtain,
+    serving_children,
+)
 
 __all__ = ["Loaders", "run_loader"]
 
+_CALLS = "manyhands.places.local.loaders:run_loader"
 _MESSAGE_BYTES = 1 << 20
 _LOOK_S = 0.2
 _LEAVE_S = 1.0  # how long a loader process may finish what it is reading when it is needed no more
@@ -77,7 +84,7 @@ class Loaders(Closeable, Generic[_Key]):
         prepare: Callable[[Any], Any] | None = None,
     ) -> None:
         self._make, self._loading, self._count, self._owner = make, loading, count, owner
-        if len(born_loaders) < count:
+        if len(born_children) < count:
             obtain(inherited_environment())  # it imports while the worker builds its model
         self._prepare = prepare
         self._preparing = ThreadPoolExecutor(1, "prepare batches") if prepare is not None else None
@@ -151,22 +158,8 @@ class Loaders(Closeable, Generic[_Key]):
         self._stacks = stacks
         names = [f"loader {number} of {self._owner}" for number in range(self._count)]
         try:
-            if len(born_loaders) >= self._count:  # this process was born with enough of them
-                for name in names:
-                    pid, end = born_loaders.pop(0)
-                    self._loaders.append(_Loader(name, AdoptedProcess(pid, os.pidfd_open(pid)), end))
-            else:
-                template, environment = (
-                    obtain(inherited_environment()),
-                    {**os.environ, "OMP_NUM_THREADS": "1"},
-                )
-                with template.batch():
-                    for name in names:
-                        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                        with theirs:
-                            role = json.dumps({"name": name, "parent_pid": os.getpid(), "calls": LOADER})
-                            process = template.ask(name, role, [1, 2, theirs.fileno()], environment)
-                        self._loaders.append(_Loader[_Key](name, process, ours))
+            for name, (process, end) in zip(names, serving_children(names, _CALLS), strict=True):
+                self._loaders.append(_Loader[_Key](name, process, end))
             for loader in self._loaders:
                 socket.send_fds(loader.end, [json.dumps({"path": sys.path}).encode()], [job, stacks])
                 self._poll.register(loader.end, select.POLLIN)

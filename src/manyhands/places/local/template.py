@@ -23,10 +23,19 @@ from typing import Any, Final
 
 from manyhands.errors import ManyhandsError, PeerTimeout
 from manyhands.places.local import entry
-from manyhands.places.local.forking import MOST_PASSED, ForkRequest, TemplateSpec
+from manyhands.places.local.forking import MOST_PASSED, ForkRequest, TemplateSpec, born_children
 from manyhands.strategies.registry import STRATEGIES
 
-__all__ = ["AdoptedProcess", "StillRunning", "Template", "expect", "inherited_environment", "obtain", "warm"]
+__all__ = [
+    "AdoptedProcess",
+    "StillRunning",
+    "Template",
+    "expect",
+    "inherited_environment",
+    "obtain",
+    "serving_children",
+    "warm",
+]
 
 PRELOADED: Final = ("torch", "manyhands.engine.preload")  # what workers of every strategy need
 
@@ -231,6 +240,28 @@ def expect(modules: Sequence[str]) -> None:
 def inherited_environment() -> dict[str, str]:
     """The launcher's, in which a child finds this package where the launcher did."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(folder or os.getcwd() for folder in sys.path)}
+
+
+def serving_children(names: Sequence[str], calls: str) -> Iterator[tuple[AdoptedProcess, socket.socket]]:
+    """A process for each name that runs the function `calls`, as module:function, with our end of its socket.
+
+    Those that this process was born with are there at once; if they do not suffice, all are forks of a template.
+    """
+    if len(born_children) >= len(names):
+        for _ in names:
+            pid, end = born_children.pop(0)
+            with suppress(BrokenPipeError):  # it has ended, which its process descriptor tells
+                end.send(calls.encode())
+            yield AdoptedProcess(pid, os.pidfd_open(pid)), end
+        return
+    template, environment = obtain(inherited_environment()), {**os.environ, "OMP_NUM_THREADS": "1"}
+    with template.batch():
+        for name in names:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                role = json.dumps({"name": name, "parent_pid": os.getpid(), "calls": calls})
+                process = template.ask(name, role, [1, 2, theirs.fileno()], environment)
+            yield process, ours
 
 
 def kept_pid() -> int | None:

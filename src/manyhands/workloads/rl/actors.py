@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,14 +33,14 @@ from manyhands.errors import Desync, ManyhandsError, UserError, num_of
 from manyhands.native.closeable import Closeable
 from manyhands.native.segment import Segment
 from manyhands.places.local.failure import describe_exit
+from manyhands.places.local.forking import born_children
 from manyhands.places.local.packed_job import pack
 from manyhands.places.local.stacks import answered_by, answers_to, ask_for_stack, call_of
 from manyhands.places.local.template import (
     AdoptedProcess,
     StillRunning,
     expect,
-    inherited_environment,
-    obtain,
+    serving_children,
     warm,
 )
 from manyhands.places.local.watchdog import Stall, is_stopped
@@ -148,7 +148,8 @@ class Actors(Closeable):
         self._held = ExitStack()
         self._is_open = False
         expect([_MODULE, *({"gymnasium"} & sys.modules.keys())])  # imported once, for all actors
-        warm()  # while the learner builds its model
+        if len(born_children) < settings.actors:
+            warm()  # while the learner builds its model
 
     @property
     def log(self) -> list[LogRow]:
@@ -179,9 +180,7 @@ class Actors(Closeable):
             self._poll.register(self._wake, select.POLLIN)
             made.callback(self._end_all)
             self._is_open = True
-            with obtain(inherited_environment()).batch():
-                for number in range(settings.actors):
-                    self._start(number, 0)
+            self._start(range(settings.actors), 0)
             self._held = made.pop_all()
         self._thread = threading.Thread(target=self._attend_all, name="actors", daemon=True)
         self._thread.start()
@@ -335,15 +334,17 @@ class Actors(Closeable):
             raise raised
         self._replaced[child.number] = count + 1
         self._facts.replaced.append(sentence)
-        self._start(child.number, count + 1)
+        self._start([child.number], count + 1)
+        if not born_children:
+            warm()  # for the next one
 
-    def _start(self, number: int, incarnation: int) -> None:
-        name = f"actor {number} of {self._settings.owner}"
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            role = json.dumps({"name": name, "parent_pid": os.getpid(), "calls": f"{_MODULE}:run_actor"})
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            process = obtain(inherited_environment()).ask(name, role, [1, 2, theirs.fileno()], environment)
+    def _start(self, numbers: Sequence[int], incarnation: int) -> None:
+        names = [f"actor {number} of {self._settings.owner}" for number in numbers]
+        started = serving_children(names, f"{_MODULE}:run_actor")
+        for number, (process, end) in zip(numbers, started, strict=True):
+            self._set_up(number, process, end, incarnation)
+
+    def _set_up(self, number: int, process: AdoptedProcess, ours: socket.socket, incarnation: int) -> None:
         progress = self._memory.progress[number]
         progress.begin(incarnation, 0)
         child = self._children[number] = _Child(number, process, ours, progress, self._settings.timeout_s)
