@@ -11,16 +11,18 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from manyhands.data.randomness import mix
+from manyhands.native.threads import with_threads
 from manyhands.workloads.rl.episodes import Episode
 from manyhands.workloads.rl.policies import choose, scorer
 from manyhands.workloads.rl.rollouts import Rollouts, RolloutSpec
-from manyhands.workloads.rl.stepping import Environments
+from manyhands.workloads.rl.stepping import Array, Environments
 
 __all__ = ["Actor", "draws"]
 
+_OF_IMAGES = 3  # dimensions
 _ACTING, _BEGINNING = 1, 2  # what the draws of actions and the seeds of environments are apart by
 
 
@@ -44,35 +46,45 @@ class Actor:
         self._environments, self._spec, self._seed = environments, spec, seed
         self._keys = np.asarray(keys, np.uint64)
         self._seeds = [mix(seed, _BEGINNING, key) >> 33 for key in keys]  # of 31 bits, as any library takes
-        self._observations: Tensor | None = None
+        self._observations: Array | None = None
         self._rows = 0  # acted so far, in each environment
 
     def act(self, policy: nn.Module, into: Rollouts, version: int) -> list[Episode]:
         """Fill one rollout of every environment, with weights of this version; which episodes ended."""
         length, ended = self._spec.length, list[Episode]()
         uniforms = torch.from_numpy(draws(self._seed, self._keys, self._rows, length))
-        device, score = next(policy.parameters()).device, scorer(policy)
+        device = next(policy.parameters()).device
+        uniforms = uniforms.to(device)
+        # to write a row of numpy's costs less than one of torch's, which has types that numpy has not
+        observed, acted = into.observations.numpy(), into.actions.numpy()
+        flags = [one.numpy() for one in (into.terminated, into.truncated, into.valid)]
         into.versions.fill_(version)
         into.final_values.zero_()
-        with torch.no_grad():
+        # a step of few numbers is over before threads have met
+        threads = torch.get_num_threads() if len(self._spec.observation_shape) == _OF_IMAGES else 1
+        with torch.no_grad(), with_threads(threads):
+            scores_of = scorer(policy)
             if self._observations is None:
-                self._observations = torch.from_numpy(self._environments.reset(self._seeds))
+                self._observations = self._environments.reset(self._seeds)
             for row in range(length):
-                into.observations[:, row].copy_(self._observations)
-                scores = score(self._observations.to(device))
-                actions, log_probs = choose(scores, uniforms[:, row].to(device))
-                actions = actions.cpu()
-                stepped = self._environments.step(actions.numpy())
-                self._observations = torch.from_numpy(stepped.observations)
-                into.actions[:, row].copy_(actions)
+                observed[:, row] = self._observations
+                scores = scores_of(torch.from_numpy(self._observations).to(device))
+                actions, log_probs = choose(scores, uniforms[:, row])
+                acting = actions.cpu().numpy()
+                acted[:, row] = acting
                 into.log_probs[:, row].copy_(log_probs)
-                for field in ("rewards", "terminated", "truncated", "valid"):
-                    getattr(into, field)[:, row].copy_(torch.from_numpy(getattr(stepped, field)))
+                stepped = self._environments.step(acting)
+                self._observations = stepped.observations
+                into.rewards[:, row].copy_(torch.from_numpy(stepped.rewards))
+                for flag, given in zip(
+                    flags, (stepped.terminated, stepped.truncated, stepped.valid), strict=True
+                ):
+                    flag[:, row] = given
                 if stepped.finals:
                     last = np.stack(list(stepped.finals.values()))
                     _, values = policy(torch.from_numpy(last).to(device))
                     into.final_values[list(stepped.finals), row] = values.to("cpu", into.final_values.dtype)
                 ended += stepped.episodes
-            into.observations[:, length].copy_(self._observations)
+            observed[:, length] = self._observations
         self._rows += length
         return ended
