@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import manyhands as mh
 from acted import SPEC, Bold, Once, Walk, job, learned, raises_always
 from descriptors import open_descriptors
 from manyhands.errors import Desync, ManyhandsError, UserError
@@ -227,6 +228,25 @@ def test_what_cannot_be_sent_is_said() -> None:
     asked = replace(job(6), make=lambda count: lock)  # type: ignore[arg-type,return-value]
     with pytest.raises(UserError, match=r"environment and policy cannot be sent to actors .*lock"):
         trained(Actors(asked, settings(), START), 1)
+
+
+def test_the_actors_of_a_run_are_born_with_their_worker(tmp_path: Path) -> None:
+    def walk() -> Walk:
+        name = Path("/proc/self/comm").read_text().strip()
+        (tmp_path / f"{os.getpid()}.{name}").touch()
+        return Walk()
+
+    task = mh.rl.task(
+        policy=Bold,
+        algorithm=mh.rl.Impala(),
+        environment=walk,
+        environments=4,
+        length=3,
+        actors=2,
+        episodes=1,
+    )
+    mh.fit(task, steps=3, workers=1)
+    assert [path.suffix for path in tmp_path.iterdir()].count(".mh child") == 2
 
 
 LEARNER = """

@@ -1,6 +1,6 @@
 """What a learner shares with its actors: room for rollouts, the newest weights, and where each actor is.
 
-    | rollouts of lag + 1 updates | weights of lag + 2 versions and their numbers | progress of each actor |
+    | rollouts of lag + 1 updates | weights of lag + 1 versions and their numbers | progress of each actor |
 
 The rollouts of one update lie as one batch, ticket after ticket, and the learner reads them where they are. Update u
 uses the room of update u - lag - 1, which has been learned from before a ticket of update u can be begun. A version
@@ -55,8 +55,8 @@ class MemoryPlan:
         batch = list(self.spec.fields(self.rows * self.rollouts_per_update).values())
         weights = [(shape, dtype) for _, shape, dtype in self.weights]
         progress = ((len(ActorProgress.FIELDS),), torch.int64)
-        numbers = ((self.lag + 2,), torch.int64)
-        return batch * (self.lag + 1) + weights * (self.lag + 2) + [numbers] + [progress] * self.actors
+        numbers = ((self.lag + 1,), torch.int64)
+        return batch * (self.lag + 1) + weights * (self.lag + 1) + [numbers] + [progress] * self.actors
 
     @property
     def num_bytes(self) -> int:
@@ -107,7 +107,7 @@ class ActorMemory(Closeable):
         following = iter(tensors)
         fields = range(len(Rollouts._fields))
         self._batches = [Rollouts(*(next(following) for _ in fields)) for _ in range(plan.lag + 1)]
-        self._weights = [{name: next(following) for name, *_ in plan.weights} for _ in range(plan.lag + 2)]
+        self._weights = [{name: next(following) for name, *_ in plan.weights} for _ in range(plan.lag + 1)]
         self._numbers = next(following)
         self.progress = [ActorProgress(next(following)) for _ in range(plan.actors)]
 

@@ -56,6 +56,10 @@ class ActedExperience(Experience):
                 "a multiple of actors"
             )
 
+    @property
+    def processes(self) -> int:
+        return self.actors and self.actors + 1  # one to spare, for the first that is lost
+
     def dealt(self, parts: int) -> ActedExperience:
         self.algorithm.check(length=self.spec.length, workers=parts)
         if self.actors % parts:
