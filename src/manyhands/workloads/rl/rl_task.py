@@ -70,7 +70,7 @@ def task(
             lag=int(actors > 0 and algorithm.corrects_lag) if lag is None else lag,
         ),
         batch_size=environments,
-        records_each=length,
+        records_each=length / algorithm.updates,  # steps of environments
         optimizer=optimizer or partial(torch.optim.Adam, lr=7e-4, eps=1e-5),
         clip_norm=clip_norm,
         evaluation=torch.arange(episodes),
