@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import nn
 
 from manyhands.data.randomness import mix
-from manyhands.native.threads import with_threads
 from manyhands.workloads.rl.episodes import Episode
 from manyhands.workloads.rl.policies import choose, scorer
 from manyhands.workloads.rl.rollouts import Rollouts, RolloutSpec
@@ -22,7 +21,6 @@ from manyhands.workloads.rl.stepping import Array, Environments
 
 __all__ = ["Actor", "draws"]
 
-_OF_IMAGES = 3  # dimensions
 _ACTING, _BEGINNING = 1, 2  # what the draws of actions and the seeds of environments are apart by
 
 
@@ -60,9 +58,7 @@ class Actor:
         flags = [one.numpy() for one in (into.terminated, into.truncated, into.valid)]
         into.versions.fill_(version)
         into.final_values.zero_()
-        # a step of few numbers is over before threads have met
-        threads = torch.get_num_threads() if len(self._spec.observation_shape) == _OF_IMAGES else 1
-        with torch.no_grad(), with_threads(threads):
+        with torch.no_grad():
             scores_of = scorer(policy)
             if self._observations is None:
                 self._observations = self._environments.reset(self._seeds)

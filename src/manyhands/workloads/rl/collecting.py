@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from manyhands.data.experience import Experience, ExperienceCollector
 from manyhands.data.randomness import mix
 from manyhands.errors import UserError, num_of
+from manyhands.native.threads import with_threads
 from manyhands.workloads.rl.acting import Actor
 from manyhands.workloads.rl.actor_process import ActorJob
 from manyhands.workloads.rl.actors import Actors, ActorSettings
@@ -77,6 +79,10 @@ class _Rollouts(ExperienceCollector):
         self._asked, self._numbers, self._seed = asked, environments, seed
         self._step, self._updates = -1, 0  # asked for last; served so far
         self._prepared: Any = None
+        self._threads = ExitStack()
+        self._threads.enter_context(
+            with_threads(asked.spec.threads)
+        )  # for learning as well, until it is closed
 
     def collect(self, model: nn.Module, step: int) -> Any:
         algorithm = self._asked.algorithm
@@ -89,6 +95,9 @@ class _Rollouts(ExperienceCollector):
         if update == 0:
             self._prepared = algorithm.prepare(model, self._next(model, batch))
         return algorithm.part(self._prepared, update, mix(self._seed, batch))
+
+    def close(self) -> None:
+        self._threads.close()
 
     @abstractmethod
     def _next(self, model: nn.Module, batch: int) -> Rollouts:
@@ -117,6 +126,7 @@ class _OfWorker(_Rollouts):
         return _facts_of(ended)
 
     def close(self) -> None:
+        super().close()
         self._environments.close()
 
 
@@ -153,6 +163,7 @@ class _OfActors(_Rollouts):
         return {"policy_lag": self._lag, **({"dropped": dropped} if dropped else {}), **_facts_of(ended)}
 
     def close(self) -> None:
+        super().close()
         if self._actors is not None:
             self._actors.close()
 

@@ -18,6 +18,8 @@ from torch import Tensor
 
 __all__ = ["RolloutSpec", "Rollouts"]
 
+_OF_IMAGES = 3  # dimensions
+
 
 class Rollouts(NamedTuple):
     """B rollouts of T rows each; all but the observations are (B, T)."""
@@ -50,6 +52,11 @@ class RolloutSpec:
     observation_shape: tuple[int, ...]
     observation_dtype: torch.dtype
     precision: torch.dtype = torch.float32  # of rewards, log-probabilities and values
+
+    @property
+    def threads(self) -> int:
+        """That compute with such observations: layers of few numbers are over before several threads have met."""
+        return torch.get_num_threads() if len(self.observation_shape) == _OF_IMAGES else 1
 
     def fields(self, count: int) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         """The shape and type of each field of `count` rollouts, in the order of `Rollouts`."""
