@@ -19,4 +19,6 @@ def open_descriptors() -> set[str]:
     """
     gc.collect()
     kept = str(template._kept._control.fileno()) if template._kept is not None else ""
-    return set(os.listdir("/proc/self/fd")) - {kept, str(warm.descriptor())}
+    listed = os.listdir("/proc/self/fd")  # with its own, which is closed by now
+    still_open = {number for number in listed if os.path.lexists(f"/proc/self/fd/{number}")}
+    return still_open - {kept, str(warm.descriptor())}

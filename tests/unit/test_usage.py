@@ -36,7 +36,7 @@ from commands import run_command
         (
             "sweep --learning-rate 0.1,0.2",
             "no such option --learning-rate of `sweep` itself; name one of digits, mnist, gpt, bert, "
-            "recurrent, line before it",
+            "recurrent, rl, line before it",
         ),
         ("explain", "missing argument 'run'"),
         ("trian run", "no such command 'trian'. Did you mean 'train'?"),
