@@ -12,8 +12,6 @@ from manyhands.lab.bench import allreduce, bench_server, step
 from manyhands.lab.sweep.trials import parse_values
 from manyhands.strategy import parse_size
 
-__all__ = ["bench_app"]
-
 bench_app = command_group()
 
 

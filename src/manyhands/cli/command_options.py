@@ -26,26 +26,6 @@ from manyhands.workloads.registry import offered
 if TYPE_CHECKING:
     from manyhands.workloads.task_options import Option
 
-__all__ = [
-    "AllowOverload",
-    "Seed",
-    "add_workload_command",
-    "argument",
-    "check_writable",
-    "command_anywhere",
-    "command_group",
-    "command_to_resume",
-    "fresh_directory",
-    "from_options",
-    "half_length",
-    "json_option",
-    "option",
-    "own_command",
-    "print_next",
-    "task_commands",
-    "write_json",
-]
-
 
 def option(
     default: Any, help_text: str, *flags: str, shown: str | bool = True, writes: bool = False, **about: Any

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from manyhands.cli.program import program
 from manyhands.places.local.forking import die_with_parent
 
-__all__ = ["child_command", "main"]
-
 
 def child_command(cores: Sequence[int], words: Sequence[str]) -> list[str]:
     """The command line of a process that runs `manyhands WORDS` on these cores, for as long as this one lives."""

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from manyhands.lab.compare.update_density import DensityRow
     from manyhands.workloads.logreg.synthetic import SparseProblem
 
-__all__ = ["compare_app"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class _CompareOptions:

@@ -18,8 +18,6 @@ from manyhands.workloads.task_options import narrowed
 if TYPE_CHECKING:
     from manyhands.task import Task
 
-__all__ = ["federated_app"]
-
 _say = partial(print, flush=True)
 
 

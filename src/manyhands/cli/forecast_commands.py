@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from manyhands.foresight.simulate.simulated_spec import NetworkModel
     from manyhands.lab.scaling.scaling_curve import ScalingCurve
 
-__all__ = ["network_model", "parse_seconds", "scaling_app", "simulate_app"]
-
 _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
 
 

@@ -15,8 +15,6 @@ from manyhands.errors import UserError
 from manyhands.workloads.compiled_workload import TableRows
 from manyhands.workloads.glove.command import neighbours_table
 
-__all__ = ["glove_app"]
-
 glove_app = command_group()
 
 _FORMS = "Vectors in Stanford's text format, or word2vec's text or binary format."

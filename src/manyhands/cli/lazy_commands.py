@@ -22,8 +22,6 @@ from manyhands.places.place import may_be_started_externally
 from manyhands.strategy import Strategy, check_count
 from manyhands.workloads.registry import find, names
 
-__all__ = ["LazyCommand", "forks_workers", "lazy_app", "usual_workers"]
-
 _PLAIN: dict[str, Any] = {
     "add_completion": False,
     "pretty_exceptions_enable": False,

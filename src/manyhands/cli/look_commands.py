@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from manyhands.observe.analyse.view import RunView
     from manyhands.strategies.ps.audit import AuditedRun
 
-__all__ = ["Form", "audit_command", "explain_command", "replay_command", "serving", "show_command"]
-
 
 class Form(StrEnum):
     """What `show` makes of a run."""

@@ -15,8 +15,6 @@ from rich.table import Table
 from manyhands.cli.command_options import AllowOverload, argument, command_anywhere, from_options, option
 from manyhands.errors import UserError, nearest
 
-__all__ = ["certificates_command", "doctor_command", "launch_command", "role_command"]
-
 
 @dataclass(frozen=True)
 class _LaunchOptions:

@@ -18,8 +18,6 @@ from manyhands.cli.lazy_commands import LazyCommand, lazy_app
 from manyhands.errors import ManyhandsError, UserError, first_line, limits_named, printable
 from manyhands.native.version import __version__
 
-__all__ = ["COMMANDS", "GROUPS", "UsageError", "app", "main", "usage_sentence"]
-
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """The base of all that is wrong with a command line, which typer does not export."""
 

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     )
     from manyhands.task import Task
 
-__all__ = ["graph_app", "memory_app"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class _GraphOptions:

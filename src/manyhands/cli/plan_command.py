@@ -34,9 +34,6 @@ from manyhands.workloads.builtin_task import BuiltinTask
 if TYPE_CHECKING:
     from manyhands.foresight.plan.planning import PlanRequirements, TaskPlan
 
-__all__ = ["plan_app"]
-
-
 _GPUS = "CUDA_VISIBLE_DEVICES"
 
 

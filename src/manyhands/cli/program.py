@@ -7,8 +7,6 @@ import os
 import sys
 from importlib import import_module
 
-__all__ = ["program", "spare_the_compiler"]
-
 _ours = False
 
 

@@ -32,23 +32,6 @@ if TYPE_CHECKING:
     from manyhands.lab.compare.comparison import Progress
     from manyhands.places.local.signals import SignalEnding
 
-__all__ = [
-    "Resume",
-    "RunOptions",
-    "ended_by_signal",
-    "ignored_variables",
-    "keep_findings",
-    "leave_findings",
-    "leave_if_evaluator",
-    "leave_report",
-    "live_page",
-    "live_tensorboard",
-    "print_rows",
-    "progress_line",
-    "start_own_workers",
-    "status_line",
-]
-
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")]
 
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from manyhands.strategies.common.collectives.schedule import Algorithm
     from manyhands.strategies.pipeline.schedules import Schedule
 
-__all__ = ["schedule_command"]
-
 MAX_STAGES, MAX_MICROBATCHES, MAX_CHUNKS = 64, 256, 8
 MAX_DRAWN_WORKERS, MAX_WORKERS = 16, 256
 RATES = (20e-6, 1 / 2e9, 1 / 10e9)

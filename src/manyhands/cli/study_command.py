@@ -24,8 +24,6 @@ from manyhands.lab.studies.registry import STUDIES, load_study
 from manyhands.lab.studies.study import Study, StudyAnswer
 from manyhands.observe.draw import paper
 
-__all__ = ["study_app", "study_page"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class _StudyOptions:

@@ -22,8 +22,6 @@ from manyhands.workloads.task_options import Option
 if TYPE_CHECKING:
     from manyhands.lab.sweep.sweep_report import SweepRow
 
-__all__ = ["sweep_app"]
-
 _AROUND = (0.25, 1.0, 4.0)  # times the usual rate, where nothing was given several values
 
 

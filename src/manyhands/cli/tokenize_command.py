@@ -11,8 +11,6 @@ from manyhands.cli.command_options import argument, from_options, json_option, o
 from manyhands.errors import num_of
 from manyhands.strategy import parse_size
 
-__all__ = ["tokenize_command"]
-
 
 @dataclass(frozen=True)
 class _TokenizeOptions:

@@ -15,8 +15,6 @@ from manyhands.cli.command_options import argument, fresh_directory, from_option
 from manyhands.errors import UserError
 from manyhands.lab.tour.lesson import Lesson, LessonCommand, lesson_numbered, lessons, shown_in_terminal
 
-__all__ = ["tour_command"]
-
 
 @dataclass(frozen=True)
 class _TourOptions:

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from manyhands.engine.training import Keeping
     from manyhands.task import Task
 
-__all__ = ["end_run", "task_table", "train_app"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class _TrainOptions(RunOptions):

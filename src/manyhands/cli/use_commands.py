@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from manyhands.workloads.exporting import Export
     from manyhands.workloads.predictor import Predictor, ReadAs
 
-__all__ = ["export_command", "generate_command", "predict_command", "serve_command"]
-
 
 @dataclass(frozen=True)
 class _Model:

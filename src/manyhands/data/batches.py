@@ -39,23 +39,6 @@ from torch.utils.data import (
 
 from manyhands.errors import UserError
 
-__all__ = [
-    "MAX_SEED",
-    "BatchPlan",
-    "BatchShares",
-    "BatchSource",
-    "BatchedDataset",
-    "IndexedShares",
-    "Microbatch",
-    "Share",
-    "as_dataset",
-    "cut",
-    "permutation",
-    "share_of",
-    "split",
-    "weighted_draw",
-]
-
 Indices: TypeAlias = NDArray[np.int64]
 Gather: TypeAlias = Callable[[Indices, int], Any]
 """(samples, epoch) -> their batch."""

@@ -33,23 +33,6 @@ from numpy.typing import NDArray
 from manyhands.errors import DataError, UserError, format_bytes
 from manyhands.native.closeable import Closeable
 
-__all__ = [
-    "IMAGE_FORMATS",
-    "VOCABULARY",
-    "DataFile",
-    "ImageShape",
-    "bundled_file",
-    "decode",
-    "encode",
-    "python_source_text",
-    "read_idx",
-    "read_images",
-    "read_text",
-    "read_values",
-    "standard_library_text",
-    "windows",
-]
-
 _Values = TypeVar("_Values")
 
 IMAGE_FORMATS = ("auto", "picture", "npy", "idx", "json")

@@ -27,8 +27,6 @@ from manyhands.data.parse_kernels import (
 )
 from manyhands.native.decorators import helper, njit
 
-__all__ = ["WRONG", "most_entries", "parse"]
-
 BAD_INDEX, NEGATIVE, TWICE = 10, 11, 12
 WRONG = {
     BAD_LABEL: "label {token} is not a number; a line is a label and then index:value pairs",

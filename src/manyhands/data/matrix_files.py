@@ -21,8 +21,6 @@ from manyhands.data.row_files import Reading, RowFile, Rows
 from manyhands.data.table_encoding import TableEncoding
 from manyhands.errors import DataError, UserError, first_line
 
-__all__ = ["AS_SINGLE", "BLOCK_BYTES", "LibsvmMatrix", "MatrixBlock", "MatrixFile", "NpyMatrix", "OnBytes"]
-
 OnBytes = Callable[[int], None]  # gets the bytes that have been read, a block at a time
 BLOCK_BYTES: Final = 1 << 24
 _TEXT_BLOCK_BYTES: Final = 1 << 22

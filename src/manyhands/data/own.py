@@ -29,8 +29,6 @@ from torch.utils.data import Subset
 from manyhands.data.batches import as_dataset
 from manyhands.errors import DataError, UserError
 
-__all__ = ["Files", "Parties", "PerWorker", "RayShards", "WorkerData", "own_data", "text_lines"]
-
 _GZIP_MAGIC = b"\x1f\x8b"
 
 

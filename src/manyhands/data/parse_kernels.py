@@ -17,22 +17,6 @@ from numba.extending import intrinsic
 
 from manyhands.native.decorators import helper, inlined
 
-__all__ = [
-    "BAD_LABEL",
-    "BAD_VALUE",
-    "MOST_INDEX",
-    "PADDING",
-    "TOO_LARGE",
-    "byte",
-    "end_of_line",
-    "ends_token",
-    "has_digit",
-    "is_blank",
-    "keep_bad",
-    "number",
-    "place_of",
-]
-
 BAD_LABEL, BAD_VALUE, TOO_LARGE = 1, 2, 3  # codes of what is wrong with a line; each format has more
 
 # The largest index that is a row of a table without hashing: indices are kept in 32 bits

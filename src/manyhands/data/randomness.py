@@ -15,8 +15,6 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-__all__ = ["GENERATORS", "drawn_apart", "mix", "preserved", "seed_all", "seed_host"]
-
 _MASK = (1 << 64) - 1
 _first: Final = iter((True,))  # of the seeds of this process
 

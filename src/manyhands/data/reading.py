@@ -32,18 +32,6 @@ from manyhands.data.own import WorkerData, own_data
 from manyhands.data.randomness import drawn_apart, mix, seed_all, seed_host
 from manyhands.errors import UserError
 
-__all__ = [
-    "Key",
-    "Loading",
-    "OwnShares",
-    "ReadShare",
-    "ShareReader",
-    "StreamShares",
-    "Upcoming",
-    "batch_shares",
-    "sample_weights",
-]
-
 # What a stream draws is not what its model draws, nor what is drawn while a batch is made.
 _READING, _MAKING = 1, 2
 

@@ -28,17 +28,6 @@ from manyhands.data.parse_kernels import PADDING
 from manyhands.errors import DataError, UserError, format_bytes, nearest
 from manyhands.native.warming import prepare
 
-__all__ = [
-    "FORMATS",
-    "MOST_LINE_BYTES",
-    "Reading",
-    "RowFile",
-    "RowText",
-    "Rows",
-    "warm_libsvm",
-    "warm_vowpal",
-]
-
 FORMATS = ("auto", "libsvm", "vw")
 HASHES = ("numbers", "all")
 MOST_BITS = 30

@@ -28,8 +28,6 @@ from manyhands.data.row_files import Rows
 from manyhands.errors import DataError, ManyhandsError
 from manyhands.native.closeable import Closeable
 
-__all__ = ["MatrixStore", "OpenedMatrix", "StoredMatrix"]
-
 _CSR: Final[dict[str, Any]] = {"starts": np.int64, "indices": np.int32, "values": np.float32}
 
 

@@ -26,21 +26,6 @@ from manyhands.data.matrix_files import AS_SINGLE
 from manyhands.data.table_encoding import unnamed
 from manyhands.errors import DataError, first_line, format_bytes
 
-__all__ = [
-    "NUMBER",
-    "SKIP",
-    "SUBSTITUTE",
-    "TEXT",
-    "CsvBatches",
-    "FrameBatches",
-    "ParquetBatches",
-    "TableBatches",
-    "as_text",
-    "codes_of",
-    "is_written_number",
-    "numbers_of",
-]
-
 NUMBER: Final = "number"
 TEXT: Final = "text"
 SKIP: Final = "correct it, or leave such rows out with --skip-bad"

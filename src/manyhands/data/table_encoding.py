@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from manyhands.data.row_files import Rows
 from manyhands.errors import DataError
 
-__all__ = ["TableEncoding", "unnamed"]
-
 
 def unnamed(columns: int) -> tuple[str, ...]:
     return tuple(f"Column_{column}" for column in range(columns))

@@ -47,18 +47,6 @@ from manyhands.data.table_batches import (
 from manyhands.data.table_encoding import TableEncoding, unnamed
 from manyhands.errors import DataError, UserError, nearest
 
-__all__ = [
-    "LABEL_NAMES",
-    "SparseTable",
-    "TableMatrix",
-    "TableReading",
-    "file_kind",
-    "is_frame",
-    "open_matrix",
-    "open_table",
-    "refuse_columns",
-]
-
 _log = logging.getLogger("manyhands")
 LABEL_NAMES: Final = ("label", "target", "y")
 _MOST_TEXTS: Final = (1 << 20) - 1  # of a column

@@ -31,8 +31,6 @@ from manyhands.data.parse_kernels import (
 )
 from manyhands.native.decorators import helper, inlined, njit
 
-__all__ = ["NUMBERS", "WRONG", "most_entries", "parse"]
-
 BAD_IMPORTANCE, BASE, NO_BAR, NO_NAME, BAD_SCALE, NEEDS_BITS, TWO_SPACES = 20, 21, 22, 23, 24, 25, 26
 WRONG = {
     BAD_LABEL: "label {token} is not a number; a line is a label and then |namespace name:value ...",

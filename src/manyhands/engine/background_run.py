@@ -21,8 +21,6 @@ from manyhands.places.place import MORE_WORKERS, AddWorker, Command, RemoveWorke
 from manyhands.strategy import Strategy
 from manyhands.task import Task
 
-__all__ = ["Running", "start"]
-
 
 class Running:
     """A run under way, which shows how far it is; a context manager that stops it on leaving, if it has not ended."""

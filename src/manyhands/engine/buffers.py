@@ -26,8 +26,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from manyhands.engine.desync_check import parameter_hashes
 
-__all__ = ["make_alike", "room_for", "synchronize_batch_norms"]
-
 _MOST_ITEMS = 1 << 17
 
 Total = Callable[[Tensor], Tensor]  # Collective: the sum over workers of a float64 vector

@@ -15,8 +15,6 @@ from typing import Any
 from manyhands.engine.run import Run
 from manyhands.errors import UserError
 
-__all__ = ["Beginning", "Callback", "Listeners", "StopRequest"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Beginning:

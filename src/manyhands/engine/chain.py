@@ -23,18 +23,6 @@ from torch import Tensor, nn
 
 from manyhands.errors import UserError
 
-__all__ = [
-    "ChainCall",
-    "ChainFunction",
-    "OverTime",
-    "SaysChain",
-    "State",
-    "applied",
-    "chain_of",
-    "named_chain",
-    "names_taken",
-]
-
 # What a recurrent module carries from one time step to the next: a tensor, or tensors in tuples, lists and dicts
 State: TypeAlias = Any
 

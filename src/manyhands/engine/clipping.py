@@ -16,8 +16,6 @@ from manyhands.errors import UserError
 from manyhands.strategy import Strategy
 from manyhands.task import Task
 
-__all__ = ["check_clipping", "clip", "clip_norm", "clip_own", "clippable", "gradient_norm", "logged"]
-
 _EPSILON: Final = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 

@@ -14,8 +14,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-__all__ = ["compiled_loss", "compiles"]
-
 Loss = Callable[[nn.Module, Any], Tensor]
 
 # Over wide rows of scores two passes are faster than one that keeps a running maximum, which costs two exponentials.

@@ -39,8 +39,6 @@ from manyhands.places.local.status import State
 from manyhands.strategy import Strategy
 from manyhands.transport.link.wire import Wire
 
-__all__ = ["Control", "KernelProcesses", "KernelTrainer", "kernel_task"]
-
 _TALLY_ITEMS = CACHE_LINE // 8
 
 

@@ -35,16 +35,6 @@ from manyhands.places.local.forking import CHILDREN_VARIABLE
 from manyhands.places.local.loaders import Loaders
 from manyhands.task import Metric, Task
 
-__all__ = [
-    "Built",
-    "Computed",
-    "Computer",
-    "NumberReader",
-    "TrainingPlan",
-    "require_loss",
-    "worker_environment",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan:

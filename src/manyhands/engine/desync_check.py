@@ -20,8 +20,6 @@ import torch
 from manyhands.errors import Desync
 from manyhands.native.hashing import xxh64
 
-__all__ = ["Agreement", "describe_difference", "parameter_hashes"]
-
 Hashes = npt.NDArray[np.uint64]
 # In the same order on every worker; None for what this one does not hold
 NamedParameters: TypeAlias = Iterable[tuple[str, torch.Tensor | None]]

@@ -14,8 +14,6 @@ import torch
 
 from manyhands.errors import UserError
 
-__all__ = ["BatchCopies", "check_device", "device_of", "moved", "num_gpus", "sharing_sentence"]
-
 
 def check_device(name: str) -> str:
     """`name` if this machine has it, else a UserError that says what it has."""

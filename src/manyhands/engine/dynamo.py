@@ -28,8 +28,6 @@ from torch.optim import Optimizer
 
 from manyhands.task import Task
 
-__all__ = ["defer", "is_deferred", "optimizer_of"]
-
 _NAME: Final = "torch._dynamo"
 _IDLE: Final[Mapping[str, Mapping[str, Callable[[], Any]]]] = {
     "compiled_autograd": {"_disable": nullcontext},  # around every gradient of torch.func

@@ -40,27 +40,6 @@ from manyhands.transport.link.interface import Link
 from manyhands.transport.link.wire import Wire
 from manyhands.transport.liveness import Alarm
 
-__all__ = [
-    "NO_GRADIENT",
-    "BatchPiece",
-    "BatchRunner",
-    "CutModel",
-    "Exchange",
-    "ExchangeState",
-    "GradientParts",
-    "LocalStep",
-    "Meter",
-    "MicrobatchTime",
-    "PeerTraffic",
-    "Resources",
-    "SentFor",
-    "SharedStep",
-    "SingleExchange",
-    "Times",
-    "Traffic",
-    "WorkerPart",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalStep:

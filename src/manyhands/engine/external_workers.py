@@ -52,16 +52,6 @@ from manyhands.transport.link.interface import Link
 from manyhands.transport.link.tcp import TcpLink
 from manyhands.transport.liveness import Alarm, RendezvousStore
 
-__all__ = [
-    "ORDERS",
-    "BeginTraining",
-    "ControlListener",
-    "LeadingWorker",
-    "MemberWorker",
-    "connect_worker",
-    "wait_for_orders",
-]
-
 _log = logging.getLogger("manyhands")
 _TICK_S: Final = 0.1
 _CAUSE_S, _REPORT_S, _ALL_MET_S = 1.0, 3.0, 3.0

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from manyhands.engine.run import Run
     from manyhands.engine.training import Keeping, Kept
 
-__all__ = ["await_workers", "fit", "fit_or_kept"]
-
 
 @named_arguments
 @limits_named()

@@ -25,8 +25,6 @@ from manyhands.strategy import Strategy
 from manyhands.task import Task
 from manyhands.transport.link.shared_link import DEFAULT_CAPACITY_BYTES
 
-__all__ = ["PER_LINK", "Sizes", "cost_of", "sizes_of"]
-
 # Of a link between two workers: a ring in each direction; the descriptors are its memory and two lifelines
 PER_LINK = Amount(memory_bytes=2 * DEFAULT_CAPACITY_BYTES, descriptors=3)
 

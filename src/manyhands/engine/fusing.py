@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-__all__ = ["may_fuse", "take_step"]
-
 _FUSED: Final = frozenset({SGD, Adagrad, Adam, AdamW})
 # 16-bit ones would be rounded once where torch rounds often
 _FUSED_DTYPES: Final = (torch.float32, torch.float64)

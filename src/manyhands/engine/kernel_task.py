@@ -23,8 +23,6 @@ from manyhands.native.segment import Segment
 from manyhands.strategy import Strategy
 from manyhands.task import Metric, Passes, RowsOf, Task
 
-__all__ = ["AnyTask", "KernelStep", "KernelTask", "Portion", "Taken", "check_shared_rows"]
-
 CHECKPOINT_SHARE = 50
 """Checkpoints write at most one byte for so many bytes of records that are read, so that they cost little time."""
 _CHECKPOINT_BYTES = 12 << 20  # what can be written while the disk makes sure of a small one

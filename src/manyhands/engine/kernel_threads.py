@@ -26,8 +26,6 @@ from manyhands.observe.record.events import EventKind
 from manyhands.places.local.signals import as_exception, counted_signals
 from manyhands.places.local.status import State
 
-__all__ = ["KernelThreads"]
-
 _LOOK_S = 0.2  # the interval at which signals are polled
 
 

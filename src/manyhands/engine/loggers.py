@@ -20,8 +20,6 @@ from manyhands.engine.callbacks import Beginning, Callback
 from manyhands.engine.run import Run
 from manyhands.errors import UserError
 
-__all__ = ["CsvLogger", "MlflowLogger", "WandbLogger"]
-
 _log = logging.getLogger("manyhands")
 _FIRST_COLUMNS = ("step", "at_s", "loss", "seconds")
 _MLFLOW_VALUE_LENGTH = 250  # of a parameter, in the oldest servers

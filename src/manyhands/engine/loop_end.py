@@ -28,8 +28,6 @@ from manyhands.errors import PeerTimeout, UserError
 from manyhands.places.external.process_place import ProcessPlace
 from manyhands.strategy import Strategy
 
-__all__ = ["GroupStore", "LoopEnd", "changed_settings", "plain_settings", "settings_text"]
-
 _FIRST_LOOK_S: Final = 0.0002
 _LOOK_S: Final = 0.01
 

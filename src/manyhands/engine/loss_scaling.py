@@ -17,8 +17,6 @@ from torch.optim import Optimizer
 from manyhands.engine.clipping import clippable
 from manyhands.engine.exchange import Exchange
 
-__all__ = ["LossScale", "left_out", "unscale"]
-
 _FIRST: Final = 2.0**16
 _GROWTH_INTERVAL: Final = 2000
 

@@ -16,8 +16,6 @@ from torch import Tensor
 from manyhands.data.store.state_tree import pack_tree, unpack_tree
 from manyhands.task import StatefulMetric
 
-__all__ = ["MetricUpdates"]
-
 _WORD: Final = np.dtype("<u4")  # a sum of words, of which all workers' but one are 0, is exact in float64
 
 

@@ -22,18 +22,6 @@ if TYPE_CHECKING:
     from manyhands.places.place import Command
     from manyhands.transport.security import Security
 
-__all__ = [
-    "BUFFERS",
-    "MEAN",
-    "SYNCHRONIZE",
-    "TLS_VARIABLE",
-    "EarlyStopping",
-    "Options",
-    "Slowdown",
-    "StoppingCount",
-    "View",
-]
-
 MEAN: Final = "mean"
 SYNCHRONIZE: Final = "synchronize"
 BUFFERS: Final = ("broadcast", MEAN, SYNCHRONIZE)

@@ -36,8 +36,6 @@ from manyhands.places.external.process_place import ProcessPlace
 from manyhands.places.place import Command
 from manyhands.strategy import Strategy
 
-__all__ = ["RequestedRun", "spoken_by"]
-
 _log = logging.getLogger("manyhands")
 # Every process of a run calls `fit` as often as the others, in the same order: so each call has a name.
 _fits = itertools.count()

@@ -12,8 +12,6 @@ from typing import Final
 
 from manyhands.engine.dynamo import defer
 
-__all__ = ["MODULES"]
-
 MODULES: Final = ("manyhands.places.local.role_process", "manyhands.engine.loaded")
 
 defer()

@@ -19,8 +19,6 @@ from manyhands.errors import UserError
 if TYPE_CHECKING:
     from torch.profiler import profile
 
-__all__ = ["ProfiledSteps", "StepProfiler", "TorchProfiler"]
-
 _log = logging.getLogger("manyhands")
 
 

@@ -13,8 +13,6 @@ from torch import nn
 
 from manyhands.errors import UserError
 
-__all__ = ["blocks_of", "recomputing"]
-
 
 @contextmanager
 def recomputing(model: nn.Module) -> Iterator[None]:

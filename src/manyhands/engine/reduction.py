@@ -25,8 +25,6 @@ from manyhands.engine.computing import Computer
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.task import Task
 
-__all__ = ["require_reduction"]
-
 # How many samples are tried, where there are so many, and in how many parts: a loss of another kind may look like a sum
 # in one of them (that of two pairs is, for one that is the logarithm of the size)
 _TRIALS: Final = ((12, (2, 3)), (6, (2, 3)), (4, (2, 4)), (2, (2,)))

@@ -24,18 +24,6 @@ from manyhands.places.local.control import RoleContext, TypedNotes
 from manyhands.places.local.status import State
 from manyhands.task import Task
 
-__all__ = [
-    "NOTES",
-    "Peers",
-    "ProcessContext",
-    "Reporter",
-    "StepBook",
-    "WorkerContext",
-    "WorkerNote",
-    "is_due",
-    "kept_weights",
-]
-
 _ROWS_EVERY_S = 0.1
 _ROWS_KEPT = 4096  # kept by a worker that may have to report them for another: more than arrive in that time
 

@@ -24,8 +24,6 @@ from manyhands.native.version import __version__
 from manyhands.strategy import Strategy, check_count
 from manyhands.task import Task
 
-__all__ = ["Length", "Request"]
-
 _USUAL_ROUNDS = 10
 
 

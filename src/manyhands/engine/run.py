@@ -14,8 +14,6 @@ from torch import nn
 
 from manyhands.task import Passes
 
-__all__ = ["PASS_LOSS", "History", "PassLosses", "RowsInOrder", "Run", "overlap_report", "overlap_summary"]
-
 
 class History(Sequence[dict[str, Any]]):
     """The rows of a run in the order they were made, as they stand in `metrics.jsonl`.

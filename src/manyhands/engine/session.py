@@ -31,8 +31,6 @@ from manyhands.places.local.signals import signal_of
 from manyhands.strategies.registry import entry_of
 from manyhands.strategy import Strategy
 
-__all__ = ["check_capacity_for", "run_session"]
-
 _log = logging.getLogger("manyhands")
 
 

@@ -38,18 +38,6 @@ if TYPE_CHECKING:
     from manyhands.observe.analyse.collect import Collector
     from manyhands.places.external.process_group import GroupMember, ProcessGroup
 
-__all__ = [
-    "Keeping",
-    "Kept",
-    "Result",
-    "SegmentDrive",
-    "Segments",
-    "Stage",
-    "Training",
-    "last_kept",
-    "training_class",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Result:

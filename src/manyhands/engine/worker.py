@@ -36,8 +36,6 @@ from manyhands.errors import NonFinite
 from manyhands.native.heap import keep_freed_memory
 from manyhands.places.local.status import State
 
-__all__ = ["Course", "Trained", "Trainer", "diagnose"]
-
 _T = TypeVar("_T")
 
 

@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     from manyhands.places.external.process_group import GroupMember, ProcessGroup
     from manyhands.transport.liveness import RendezvousStore
 
-__all__ = ["ExchangeTraining", "ProcessTraining", "Train", "WorkerJob", "exchanging", "training_by"]
-
 # Trains from a checkpoint or from nothing, and gives what else there is to report
 Train = Callable[[Loaded | None], tuple[Trained, Mapping[str, Any]]]
 

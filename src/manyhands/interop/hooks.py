@@ -26,8 +26,6 @@ from manyhands.wire.codecs.powersgd import PowerSgd, sum_factors
 from manyhands.wire.names import RAW, check_feedback
 from manyhands.wire.parcels import Matrix, Parcel
 
-__all__ = ["compressed"]
-
 _LENGTH: Final = 8
 _STEP: Final = "step"
 

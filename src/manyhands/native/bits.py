@@ -13,8 +13,6 @@ from numba.extending import intrinsic
 
 from manyhands.native.decorators import inlined
 
-__all__ = ["bits_at", "bits_of", "converter", "float_of", "uniform_at"]
-
 
 def converter(source: Any, target: Any, convert: Any) -> Any:
     """An intrinsic that turns one `source` into one `target` by `convert(builder, value)`."""

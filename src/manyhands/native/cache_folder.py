@@ -21,8 +21,6 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-__all__ = ["cache_folder", "digest_of", "folder_of", "imported_files", "module_file"]
-
 ROOT = Path(__file__).resolve().parent.parent  # the folder of the package
 
 _COMPILERS = ("numba", "llvmlite", "numpy")

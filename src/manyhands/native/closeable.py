@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Self
 
-__all__ = ["Closeable"]
-
 
 class Closeable:
     """A context manager; `close` is idempotent."""

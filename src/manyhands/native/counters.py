@@ -6,8 +6,6 @@ from manyhands.native.atomics import add_i64, load_i64, store_i64
 from manyhands.native.decorators import njit
 from manyhands.native.segment import CACHE_LINE, Segment
 
-__all__ = ["Counter", "load", "store"]
-
 
 class Counter:
     """One 64-bit number at an address, zero at first; every operation is atomic.

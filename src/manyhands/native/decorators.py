@@ -17,8 +17,6 @@ from numba.core.registry import CPUDispatcher
 
 from manyhands.native.cache_folder import folder_of
 
-__all__ = ["cfunc", "helper", "inlined", "njit"]
-
 Function = Callable[..., Any]
 
 

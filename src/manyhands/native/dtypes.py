@@ -9,9 +9,6 @@ from typing import Final
 
 import torch
 
-__all__ = ["BY_CODE", "CODES", "HALVES", "LINKED", "NAMED", "STORED", "SUMMED"]
-
-
 TYPES: Final[dict[str, tuple[int, str | None]]] = {
     "float32": (1, "F32"),
     "float64": (2, "F64"),

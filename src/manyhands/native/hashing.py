@@ -12,8 +12,6 @@ import numpy as np
 
 from manyhands.native.decorators import inlined, njit
 
-__all__ = ["warm", "xxh64"]
-
 _P1 = np.uint64(0x9E3779B185EBCA87)
 _P2 = np.uint64(0xC2B2AE3D27D4EB4F)
 _P3 = np.uint64(0x165667B19E3779F9)

@@ -11,8 +11,6 @@ import ctypes
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-__all__ = ["freed_memory_kept", "give_back_freed_memory", "keep_freed_memory"]
-
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # from malloc.h
 _NEVER = -1
 # Once told anything, malloc does not learn from the sizes that are freed any more. These are what it would have learned

@@ -22,8 +22,6 @@ from manyhands.native.closeable import Closeable
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CACHE_LINE", "PAGE", "Segment", "ask_for_large_pages", "available_bytes", "reserve", "round_up"]
-
 CACHE_LINE = 128  # two 64-byte lines: adjacent-line prefetch makes neighbours share
 PAGE = mmap.PAGESIZE
 # Of control groups of version 2, and of version 1.

@@ -16,8 +16,6 @@ from typing import Final
 
 import torch
 
-__all__ = ["choose_functions", "use_one_thread", "use_threads", "with_threads"]
-
 VECTOR_FUNCTIONS: Final = (
     "acos", "acosh", "asin", "asinh", "atan", "atanh", "ceil", "cos", "cosh", "digamma", "erf", "erfc", "erfinv", "exp",
     "exp2", "expm1", "floor", "lgamma", "log", "log10", "log1p", "log2", "reciprocal", "round", "rsqrt", "sigmoid",

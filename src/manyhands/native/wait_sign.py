@@ -16,8 +16,6 @@ import numpy as np
 from manyhands.native.atomics import store_i64
 from manyhands.native.decorators import njit
 
-__all__ = ["LONG_WAIT_NS", "LONG_WAIT_S", "LongWait", "put_up", "sign_address", "take_down"]
-
 LONG_WAIT_S: Final = 1.0
 LONG_WAIT_NS: Final = 1_000_000_000
 _PEER = 8

@@ -24,8 +24,6 @@ from pathlib import Path
 from manyhands.native.cache_folder import cache_folder, digest_of, imported_files, module_file
 from manyhands.workloads.registry import FAMILIES, JOBS, WORKLOADS, CompileJob, Workload, find
 
-__all__ = ["jobs_of", "missing_jobs", "prepare", "spent_s"]
-
 _PATIENCE_S = 600.0
 _SHOWN_EVERY_S = 1.0
 _PREPARED: set[str] = set()  # what this process has prepared, or tried to

@@ -19,8 +19,6 @@ from manyhands.native.segment import available_bytes
 from manyhands.native.warming import jobs_of, missing_jobs
 from manyhands.transport.link.torch_p2p import nccl_version
 
-__all__ = ["DoctorVerdict", "examine"]
-
 
 class DoctorVerdict(Enum):
     """How a finding bears on training here."""

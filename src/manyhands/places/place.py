@@ -23,22 +23,6 @@ from manyhands.errors import UserError
 from manyhands.places.registry import PLACES
 from manyhands.strategy import Strategy
 
-__all__ = [
-    "LAUNCHER_VARIABLE",
-    "MORE_WORKERS",
-    "TF_CONFIG",
-    "AddWorker",
-    "Command",
-    "Place",
-    "PlacedRun",
-    "RemoveWorker",
-    "find_place",
-    "ignore_environment",
-    "is_worker",
-    "may_be_started_externally",
-    "using_place",
-]
-
 TF_CONFIG: Final = "TF_CONFIG"
 """The variable in TensorFlow's format: the roles of the cluster, and which of them this process is."""
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Final
 
-__all__ = ["PLACES"]
-
 
 @dataclass(frozen=True, slots=True)
 class PlaceEntry:

@@ -30,16 +30,6 @@ from manyhands.errors import UserError
 from manyhands.observe.analyse.serving_view import ServingTally
 from manyhands.serving.worker_switchboard import ENDING, WorkerSwitchboard
 
-__all__ = [
-    "BatchAction",
-    "BatchLimits",
-    "Dispatch",
-    "KillReplica",
-    "RefuseRequest",
-    "SendBatch",
-    "Switchboard",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchLimits:

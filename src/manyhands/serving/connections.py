@@ -20,8 +20,6 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-__all__ = ["ACCEPTED_AT_ONCE", "MAX_CONNECTIONS", "REQUEST_S", "Admission", "PageConnection", "room_here"]
-
 MAX_CONNECTIONS = 64  # connections of a page's server, where its process has descriptors to spare
 ACCEPTED_AT_ONCE = 8  # connections that are accepted before the first of them is admitted
 REQUEST_S = 3.0  # for a request to come, from the connection or the end of the answer before it

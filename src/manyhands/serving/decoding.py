@@ -26,8 +26,6 @@ from manyhands.workloads.language.gpt import GPT
 from manyhands.workloads.language.key_values import KeyValueCache
 from manyhands.workloads.language.sampling import chosen
 
-__all__ = ["CachedDecoder", "RecomputingDecoder", "TextDecoder", "TextEngine", "rows_within"]
-
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 

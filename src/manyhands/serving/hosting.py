@@ -16,8 +16,6 @@ from manyhands.observe.analyse.view import RunView
 from manyhands.serving.page_app import Guard, PageApp, require_web
 from manyhands.transport.security import is_loopback
 
-__all__ = ["LOOPBACK", "Dashboard", "Listening", "WebThread"]
-
 LOOPBACK = "127.0.0.1"
 _log = logging.getLogger("manyhands")
 _START_S, _STOP_S, _FAREWELL_S, _LOOK_S = 10.0, 5.0, 3.0, 0.01

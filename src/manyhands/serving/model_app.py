@@ -19,8 +19,6 @@ from manyhands.serving.text_switchboard import TextSwitchboard, answer_text
 from manyhands.serving.worker_switchboard import WorkerSwitchboard
 from manyhands.wire.nesting import MOST_NESTED, json_depth
 
-__all__ = ["BodyLimits", "ModelApp", "checked_body"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BodyLimits:

@@ -34,17 +34,6 @@ from manyhands.strategy import Strategy
 from manyhands.transport.link.mesh import SharedMesh
 from manyhands.workloads.predictor import ModulePredictor, Predictor, in_precision
 
-__all__ = [
-    "LENGTH",
-    "MAX_FRAME_BYTES",
-    "ModelParts",
-    "PartLost",
-    "PartedModel",
-    "compute_for",
-    "cut_predictor",
-    "received",
-]
-
 LENGTH = struct.Struct("!I")
 MAX_FRAME_BYTES = 1 << 28  # of a batch, of its answers, and of the tensors between parts
 _MOST_SHOWN = 500

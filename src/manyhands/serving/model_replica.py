@@ -23,8 +23,6 @@ from manyhands.places.local.status import State
 from manyhands.serving.model_parts import LENGTH, MAX_FRAME_BYTES, PartedModel, received
 from manyhands.workloads.predictor import Predictor
 
-__all__ = ["answer_batch", "answers_frame", "replica"]
-
 _MOST_SHOWN = 500  # characters of an error message
 _MOST_BYTES = MAX_FRAME_BYTES - (
     4 << 20

@@ -47,9 +47,6 @@ from manyhands.serving.text_switchboard import TextSwitchboard
 from manyhands.serving.worker_switchboard import WorkerSwitchboard
 from manyhands.workloads.predictor import Predictor
 
-__all__ = ["ModelServer", "Replicas", "ServeOptions", "Staffing"]
-
-
 START_S = 120.0
 _POLL_S = 0.05
 _STOP_S = 10.0

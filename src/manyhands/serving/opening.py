@@ -16,8 +16,6 @@ from manyhands.workloads import exporting
 from manyhands.workloads.predictor import Predictor
 from manyhands.workloads.registry import WORKLOADS, Workload, find, load
 
-__all__ = ["open_predictor", "task_name", "workload_of"]
-
 _MODEL_FILE = "model.safetensors"
 _FORMATS = "manyhands."  # as in manyhands.logreg.1
 

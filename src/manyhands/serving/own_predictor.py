@@ -26,8 +26,6 @@ from manyhands.errors import DataError, ManyhandsError, UserError, first_line
 from manyhands.task import Task
 from manyhands.workloads.predictor import ModulePredictor, ReadAs
 
-__all__ = ["ModelInput", "OwnInput", "OwnPredictor", "inputs_of_loss"]
-
 ModelInput: TypeAlias = dict[int | str, Tensor]
 """What a model is called with, by place or name: for one input without the dimension of the batch."""
 

@@ -40,8 +40,6 @@ from manyhands.serving.routes import PAGE_ROUTES
 if TYPE_CHECKING:
     from starlette.responses import Response
 
-__all__ = ["SECURE_HEADERS", "Drawn", "Guard", "PageApp", "RequestRefused", "require_web"]
-
 View = TypeVar("View")
 Receive = Callable[[], Awaitable[Any]]  # of ASGI
 SendMessage = Callable[[Any], Awaitable[None]]

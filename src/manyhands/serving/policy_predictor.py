@@ -16,8 +16,6 @@ from manyhands.workloads.exporting import load
 from manyhands.workloads.predictor import ModulePredictor, ReadAs
 from manyhands.workloads.rl.policies import ActorCritic
 
-__all__ = ["PolicyPredictor", "open_policy"]
-
 _DIGITS = 6  # of a probability
 _AT_ONCE = 1024
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
-__all__ = ["MODEL_ROUTES", "PAGE_ROUTES", "TEXT_ROUTES", "Route", "openapi"]
-
 _JSON = "application/json"
 
 

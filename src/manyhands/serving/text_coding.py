@@ -14,17 +14,6 @@ from manyhands.workloads.exporting import kept_file, recorded_options
 from manyhands.workloads.language.bert import BEGIN, END, FIRST_BYTE, MASK
 from manyhands.workloads.text.tokenizer import TOKENIZER_FILE, TextTokenizer, tokenizer_of_json
 
-__all__ = [
-    "BYTES",
-    "MASKED_BYTES",
-    "MaskedCoding",
-    "TextCoding",
-    "coding_by",
-    "coding_of",
-    "masked_coding_of",
-    "tokenizer_of",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextCoding:

@@ -14,8 +14,6 @@ from typing import TypeAlias
 
 from manyhands.serving.batching import BatchLimits, KillReplica, RefuseRequest
 
-__all__ = ["CancelText", "SendText", "TextAction", "TextDispatch"]
-
 _GRACE_S = 1.0
 
 

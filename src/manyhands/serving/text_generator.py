@@ -26,8 +26,6 @@ from manyhands.workloads.predictor import ModulePredictor, ReadAs
 from manyhands.workloads.text.json_text import utf8
 from manyhands.workloads.text.tokenizer import TOKENIZER_FILE, read_tokenizer
 
-__all__ = ["MOST_TOKENS", "Prompt", "TextGenerator", "TextPieces", "open_gpt2", "open_text"]
-
 MOST_TOKENS = 4096  # that one request may ask for
 _FIELDS = ("prompt", "tokens", "temperature", "top_k", "top_p", "seed")
 _UNFINISHED = "\ufffd"  # what decoding gives for a part of a letter

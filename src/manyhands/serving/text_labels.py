@@ -19,8 +19,6 @@ from manyhands.workloads.language.classification import BertClassifier, TextRows
 from manyhands.workloads.predictor import ModulePredictor, ReadAs
 from manyhands.workloads.text.json_text import utf8
 
-__all__ = ["TextLabels", "open_bert"]
-
 _AT_ONCE = 64
 _DIGITS = 6  # of a probability
 

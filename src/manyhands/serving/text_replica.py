@@ -26,8 +26,6 @@ from manyhands.serving.text_generator import TextGenerator, TextPieces
 from manyhands.serving.text_scheduler import TextEvent, TextRefused, TextRequest
 from manyhands.workloads.language.sampling import Sampling
 
-__all__ = ["TextWriter", "WorkerMessages", "text_replica"]
-
 _READ_BYTES = 1 << 16
 
 

@@ -23,18 +23,6 @@ from typing import TypeAlias
 from manyhands.errors import UserError
 from manyhands.workloads.language.sampling import Sampling
 
-__all__ = [
-    "RowMove",
-    "TextEvent",
-    "TextLimits",
-    "TextRefused",
-    "TextRequest",
-    "TextScheduler",
-    "TextStep",
-    "TokenWritten",
-    "TokensOfRow",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextLimits:

@@ -26,8 +26,6 @@ from manyhands.serving.text_generator import Prompt, TextGenerator
 from manyhands.serving.worker_switchboard import ENDING, WorkerSwitchboard
 from manyhands.workloads.language.sampling import Sampling
 
-__all__ = ["TextSwitchboard", "answer_text"]
-
 _SEND_S = 5.0  # for a client to take the rest of its text
 
 

@@ -26,16 +26,6 @@ from manyhands.workloads.predictor import ModulePredictor, Predictor, ReadAs
 from manyhands.workloads.tasks.digits import ImageClassifier
 from manyhands.workloads.text.json_text import utf8
 
-__all__ = [
-    "PROGRAM_FILE",
-    "ImagePredictor",
-    "MaskFiller",
-    "NumberPredictor",
-    "export_program",
-    "open_images",
-    "open_numbers",
-]
-
 _AT_ONCE = 1024
 _DIGITS = 6  # digits of a probability
 

@@ -15,8 +15,6 @@ from manyhands.errors import ManyhandsError
 from manyhands.observe.analyse.serving_view import ReplicaState, ServingTally
 from manyhands.serving.model_parts import LENGTH, frame_length
 
-__all__ = ["ENDING", "WorkerConnection", "WorkerSwitchboard"]
-
 ENDING = "The server is shutting down; try again when it is back."
 
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Final
 
-__all__ = ["ALIASES", "CHOOSERS", "STRATEGIES", "StrategyEntry", "entry_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class StrategyEntry:

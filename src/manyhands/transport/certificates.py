@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
     from cryptography.x509 import Certificate, CertificateBuilder, GeneralName
 
-__all__ = ["AUTHORITY_KEY", "make_certificates"]
-
 AUTHORITY_KEY: Final = "authority.key"  # where the authority's own key is kept, if it is
 
 _MOST_DAYS: Final = 3650.0

@@ -29,19 +29,6 @@ import numpy as np
 from manyhands.errors import UserError, format_bytes
 from manyhands.transport.messages import ProtocolError
 
-__all__ = [
-    "HEADER_BYTES",
-    "IN_ARENA",
-    "NO_PAYLOAD",
-    "OF_TRANSPORT",
-    "FrameDecoder",
-    "FrameHeader",
-    "Limits",
-    "WholeFrame",
-    "decode_header",
-    "encode_header",
-]
-
 OF_TRANSPORT: Final = 1
 IN_ARENA: Final = 2
 NO_PAYLOAD: Final = memoryview(b"")

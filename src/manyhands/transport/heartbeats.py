@@ -41,8 +41,6 @@ from manyhands.transport.liveness import (
     RendezvousStore,
 )
 
-__all__ = ["BeatPlace", "Heartbeats", "address_of_interface", "exchange_places"]
-
 _log = logging.getLogger("manyhands")
 _TIMES: Final = 3  # how often a final datagram is sent: datagrams get lost
 _STOP, _PROGRESS = 0, 8  # words of control, then the entries

@@ -31,22 +31,6 @@ from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from manyhands.errors import UserError
 
-__all__ = [
-    "BETWEEN_HOSTS",
-    "COUNT_OFFSET",
-    "FRAME",
-    "PROGRESS_OFFSET",
-    "SILENT_AFTER_S",
-    "Alarm",
-    "HeartbeatKind",
-    "LivenessMonitor",
-    "LivenessTimes",
-    "PeerLiveness",
-    "PeerLost",
-    "RendezvousStore",
-    "forget_in_children",
-]
-
 K = TypeVar("K", bound=Hashable)
 _CALLED: Final = 6
 SILENT_AFTER_S: Final = 5.0

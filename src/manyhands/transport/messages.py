@@ -31,8 +31,6 @@ from typing import Annotated, Any, Final, Union, get_args, get_origin, get_type_
 
 from manyhands.errors import ManyhandsError, UserError
 
-__all__ = ["U32", "MessageCoder", "ProtocolError"]
-
 MAX_KIND: Final = (1 << 16) - 1
 _QUOTED: Final = 60
 _CODES: Final[dict[Any, str]] = {int: "q", float: "d", bool: "B"}

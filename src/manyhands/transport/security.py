@@ -21,8 +21,6 @@ from typing import Any, Final, NamedTuple
 from manyhands.errors import UserError
 from manyhands.transport.tls import End, SecureSocket, why_refused
 
-__all__ = ["AUTHORITY", "CERTIFICATE", "HANDSHAKE_S", "KEY", "TOKEN", "Security", "is_loopback", "validity"]
-
 # In DER, a sequence of two dates of 12 or 14 digits: nothing but the validity of a certificate looks like it.
 _DATES: Final = re.compile(rb"\x30[\x1e-\x22]" + 2 * rb"(?:\x17\x0d|\x18\x0f)(\d{12}|\d{14})Z")
 _BEGIN: Final = "-----BEGIN CERTIFICATE-----"

@@ -21,8 +21,6 @@ from typing import Final
 
 from manyhands.errors import ManyhandsError
 
-__all__ = ["End", "SecureSocket", "TlsRefused", "why_refused"]
-
 _RECORD_BYTES: Final = 16 << 10  # the most that TLS encrypts in one piece
 _CHUNK_BYTES: Final = 8 * _RECORD_BYTES
 _PER_CALL_BYTES: Final = 512 << 10  # as a kernel has of a plain one; then the caller looks at its deadline

@@ -18,17 +18,6 @@ from typing import Any, Final
 from manyhands.errors import num_of
 from manyhands.wire.names import RAW, rounds_hops
 
-__all__ = [
-    "CHOSEN",
-    "CodecCost",
-    "LinkCost",
-    "candidates",
-    "codec_sentence",
-    "decide",
-    "looks_at",
-    "sent_bytes",
-]
-
 CHOSEN: Final = "codec_choices"  # the key of the choices in a summary: a list of `step`, `codec` and `why`
 LOSSY: Final = ("fp16", "bf16", "int8", "fp8", "qsgd:127", "sign", "topk:0.01")
 """What may be chosen where an error is allowed."""
@@ -66,6 +55,8 @@ class LinkCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodecChoice:
+    """The codec that gradients take from a step on."""
+
     codec: str
     step: int  # since when
     why: str

@@ -32,22 +32,6 @@ from manyhands.native.dtypes import NAMED
 from manyhands.wire.names import CODECS, has_feedback, momentum_of, parse_codec
 from manyhands.wire.parcels import Parcel
 
-__all__ = [
-    "BadBytes",
-    "Bytes",
-    "ErrorFeedback",
-    "Floats",
-    "ParcelCodec",
-    "as_memory",
-    "as_one",
-    "check_optimizer",
-    "codec_named",
-    "encodes",
-    "expect_bytes",
-    "key_of",
-    "round_trip",
-]
-
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 _WORD: Final = 8

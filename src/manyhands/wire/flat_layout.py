@@ -18,18 +18,6 @@ from torch import Tensor, nn
 from manyhands.native.segment import round_up
 from manyhands.wire.parcels import Matrix, Parcel, gaps_between
 
-__all__ = [
-    "LINE_BYTES",
-    "BucketLayout",
-    "LayoutSlot",
-    "bucket_of",
-    "lay_out",
-    "least_loaded",
-    "padded",
-    "side_by_side",
-    "trainable",
-]
-
 FIRST_BUCKET_BYTES = 1024 * 1024
 LINE_BYTES = 64
 

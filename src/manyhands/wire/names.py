@@ -19,24 +19,6 @@ from typing import Any, Final
 from manyhands.errors import UserError, nearest
 from manyhands.strategy import check_choice, setting, switch_setting
 
-__all__ = [
-    "CODECS",
-    "MOST_STAGES",
-    "RAW",
-    "auto_error",
-    "check_codec",
-    "check_feedback",
-    "codec_setting",
-    "feedback_setting",
-    "has_feedback",
-    "has_known_size",
-    "momentum_of",
-    "parse_codec",
-    "rounds_hops",
-    "votes",
-    "words_of",
-]
-
 RAW: Final = "raw"  # the word for parcels that travel as they lie in memory
 AUTO: Final = "auto"  # the word for a codec that workers choose themselves, by what they measure
 MOST_STAGES: Final = 2  # of a chain; events have room for three

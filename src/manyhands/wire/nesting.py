@@ -6,8 +6,6 @@ import re
 from itertools import accumulate
 from typing import Final
 
-__all__ = ["MOST_NESTED", "json_depth"]
-
 MOST_NESTED: Final = 64
 """Levels that anything of ours is far below; a tensor has no more dimensions than that."""
 

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Matrix", "Parcel", "gaps_between"]
-
 
 class Matrix(NamedTuple):
     """Items of a parcel that are a matrix, row by row, from item `begin` on."""

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["GpuCopies", "GradientTap", "put"]
-
 
 class GradientTap:
     """Calls `taken(number, parameter)` for each gradient, which is then in `parameter.grad`; `close` is idempotent.

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 from manyhands.errors import ManyhandsError
 
-__all__ = ["disk_errors", "mapped_arrays", "unload"]
-
 
 def mapped_arrays(folder: str, kinds: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
     """The arrays by name, each of the type in `kinds`; what is written to them is lost."""

@@ -16,8 +16,6 @@ from manyhands.errors import UserError
 from manyhands.task import Task
 from manyhands.workloads.task_options import Option, chosen, options_of
 
-__all__ = ["BuiltinTask", "TaskCurve", "TaskEnd", "TaskTable"]
-
 Options = TypeVar("Options")
 
 

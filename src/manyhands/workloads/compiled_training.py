@@ -17,8 +17,6 @@ from manyhands.engine.training import Keeping, Kept
 from manyhands.observe.draw.bars import BarPhase, bar_view
 from manyhands.strategy import Strategy
 
-__all__ = ["AfterPass", "CompiledResult", "TrainedRun", "train_compiled"]
-
 AfterPass = Callable[[int, float], None]
 """Called in the caller's thread with the number of a pass that is over, from 1, and its mean loss."""
 Rows = Sequence[Mapping[str, Any]]

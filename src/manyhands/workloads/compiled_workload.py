@@ -24,17 +24,6 @@ if TYPE_CHECKING:
     from manyhands.engine.training import Keeping
     from manyhands.observe.draw.bars import Bars
 
-__all__ = [
-    "ComparedTask",
-    "CompiledWorkload",
-    "TableOptions",
-    "TableRows",
-    "TrainEnd",
-    "WorkerOptions",
-    "listed",
-    "target_option",
-]
-
 Chosen = TypeVar("Chosen")
 
 

@@ -42,8 +42,6 @@ from manyhands.workloads.svd.in_memory import truncated_svd
 from manyhands.workloads.svd.options import SvdOptions
 from manyhands.workloads.svd.training import train_svd
 
-__all__ = ["GradientBoostingClassifier", "GradientBoostingRegressor", "LogisticRegression", "TruncatedSVD"]
-
 _EXAMPLES_LEARNED = 200_000  # by a regression of few rows, in as many passes as that takes
 _MOST_PASSES = 200
 _USUAL_LEAF = 20  # rows

@@ -29,18 +29,6 @@ from manyhands.task import Task
 from manyhands.workloads.registry import find
 from manyhands.workloads.registry import load as load_text
 
-__all__ = [
-    "Export",
-    "ExportAsked",
-    "export_run",
-    "export_weights",
-    "kept_file",
-    "load",
-    "read_model_file",
-    "recorded_options",
-    "trained_steps",
-]
-
 Model = TypeVar("Model")
 AnyPath = str | Path
 _KEPT = "file:"  # before the name of a file of the task, in the header of an exported file

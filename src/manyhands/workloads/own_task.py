@@ -16,8 +16,6 @@ from types import FunctionType, ModuleType
 from manyhands.errors import UserError, first_line, nearest
 from manyhands.task import Task
 
-__all__ = ["OWN_TASK", "own_task"]
-
 OWN_TASK = "MODULE:NAME"  # what help texts call it
 
 

@@ -34,8 +34,6 @@ from manyhands.data.store.tensorfile import check_precision
 from manyhands.data.table_encoding import TableEncoding
 from manyhands.errors import UserError, nearest
 
-__all__ = ["ModulePredictor", "Predictor", "ReadAs", "encoded_inputs", "in_precision", "table_of"]
-
 Inputs = TypeVar("Inputs")
 
 

@@ -20,20 +20,6 @@ from typing import Any, Final
 
 from manyhands.errors import UserError, first_line, nearest
 
-__all__ = [
-    "FAMILIES",
-    "JOBS",
-    "TASK_NAMES",
-    "WORKLOADS",
-    "CompileJob",
-    "Workload",
-    "find",
-    "load",
-    "names",
-    "offered",
-    "require_task",
-]
-
 GROUP = "manyhands.workloads"  # of entry points
 
 

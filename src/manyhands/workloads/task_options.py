@@ -20,17 +20,6 @@ from typing import Any, TypeVar
 from manyhands.errors import UserError, nearest, printable
 from manyhands.strategy import parse_size
 
-__all__ = [
-    "CheckedOptions",
-    "Option",
-    "check_options",
-    "chosen",
-    "memory_option",
-    "narrowed",
-    "option",
-    "options_of",
-]
-
 Options = TypeVar("Options")
 _SWITCH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", Path: "a path"}

@@ -28,26 +28,6 @@ import numpy as np
 from manyhands.errors import DataError, ManyhandsError, UserError
 from manyhands.native.closeable import Closeable
 
-__all__ = [
-    "Backlog",
-    "FileDigest",
-    "LineFile",
-    "MetricsLog",
-    "WriteFailed",
-    "make_directory",
-    "make_output",
-    "read_json",
-    "read_object",
-    "reason",
-    "render_json",
-    "require_empty",
-    "sync_directory",
-    "write_all",
-    "write_atomically",
-    "write_json",
-    "write_synced",
-]
-
 _ONE_LINE = json.JSONEncoder(allow_nan=False)
 _BLOCK = 1 << 16
 _T = TypeVar("_T")

@@ -54,16 +54,6 @@ from manyhands.data.store.tensorfile import (
 )
 from manyhands.errors import CorruptCheckpoint, ManyhandsError, NonFinite, UserError, format_bytes
 
-__all__ = [
-    "CheckpointStore",
-    "Loaded",
-    "NoCheckpoint",
-    "NonFiniteSnapshot",
-    "SavedStep",
-    "Snapshot",
-    "rotated_out",
-]
-
 MODEL_FILE, OPTIMIZER_FILE, STATE_FILE = "model.safetensors", "optimizer.safetensors", "state.json"
 CONTENT_FILES = (MODEL_FILE, OPTIMIZER_FILE, STATE_FILE)
 MANIFEST_FILE, MANIFEST_LIMIT_BYTES = "manifest.json", 1 << 20

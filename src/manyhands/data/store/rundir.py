@@ -50,20 +50,6 @@ from manyhands.data.store.checkpoint import CheckpointStore
 from manyhands.errors import DataError, Hang, ManyhandsError, UserError, WorkerFailed, printable
 from manyhands.native.closeable import Closeable
 
-__all__ = [
-    "IN_PYTHON",
-    "ON_COMMAND_LINE",
-    "OWN_NAMES",
-    "RunDirectory",
-    "RunLock",
-    "fingerprint",
-    "origin",
-    "parameter_shapes",
-    "require_free",
-    "shown_command",
-]
-
-
 _log = logging.getLogger("manyhands")
 # What to do where a run is in the way, as Python has it, and on the command line
 IN_PYTHON: Final = "pass resume=True or choose another out"

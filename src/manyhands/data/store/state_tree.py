@@ -31,9 +31,6 @@ from torch.optim import Optimizer
 from manyhands.data.store.tensorfile import encode_tensors, view_key
 from manyhands.errors import ManyhandsError, UserError
 
-__all__ = ["Json", "flatten", "pack_tree", "restore_optimizer", "unflatten", "unpack_tree"]
-
-
 _USUAL_NAN = struct.pack(">d", math.nan)
 
 _LENGTH_BYTES: Final = 8

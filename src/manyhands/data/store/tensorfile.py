@@ -24,22 +24,6 @@ from manyhands.data.store.atomic import write_atomically
 from manyhands.errors import UserError, nearest
 from manyhands.native.dtypes import STORED
 
-__all__ = [
-    "PRECISIONS",
-    "Exported",
-    "check_precision",
-    "encode_tensors",
-    "first_non_finite",
-    "narrow",
-    "read_exported",
-    "read_tensors",
-    "require_storable",
-    "view_key",
-    "widen",
-    "without_aliases",
-    "write_exported",
-]
-
 CHUNK_BYTES = 4 << 20
 _METADATA = "__metadata__"
 

@@ -26,17 +26,6 @@ from torch.utils.hooks import RemovableHandle
 from manyhands.engine.device import moved
 from manyhands.errors import UserError, format_bytes
 
-__all__ = [
-    "AUTO",
-    "Placed",
-    "PlacedOperation",
-    "assigned",
-    "known_device",
-    "num_bytes",
-    "place",
-    "tensors_in",
-]
-
 AUTO = "auto"
 _CPU = torch.device("cpu")
 _SHOWN = 8  # names of modules in an error

@@ -21,8 +21,6 @@ from manyhands.engine.chain import ChainFunction, SaysChain, applied, named_chai
 from manyhands.engine.placement.placed import assigned, num_bytes, tensors_in
 from manyhands.errors import UserError
 
-__all__ = ["Crossing", "Edge", "Graph", "Node", "TiedParameters", "cut_of", "places_by_name", "trace"]
-
 _TRIES = 3
 
 

@@ -17,11 +17,6 @@ from manyhands.errors import UserError
 from manyhands.native.dtypes import BY_CODE, CODES
 from manyhands.native.segment import CACHE_LINE, PAGE, round_up
 
-__all__ = [
-    *("CallKind", "CollectiveCall", "MemoryLayout", "Reduction", "block_items", "call_of", "chunk_bytes"),
-    *("describe_lateness", "describe_mismatch", "describe_uneven", "dtype_code", "layout_of"),
-]  # and the words of the layout below, which the stage and its kernels call by `calls.…`
-
 Label = Callable[[int], str]  # how a rank is called in a sentence
 
 

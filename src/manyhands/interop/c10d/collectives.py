@@ -23,8 +23,6 @@ from manyhands.native.dtypes import HALVES, SUMMED
 from manyhands.native.group import reduction_kernels
 from manyhands.strategies.common.collectives.executor import Op, ScheduleExecutor
 
-__all__ = ["Collectives", "combine"]
-
 _OPERATIONS: Final = {
     Reduction.SUM: reduction_kernels.SUM,
     Reduction.AVG: reduction_kernels.MEAN,

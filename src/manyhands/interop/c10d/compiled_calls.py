@@ -32,11 +32,6 @@ from manyhands.native.waiting import (
     wait_until,
 )
 
-__all__ = [
-    *("Chunk", "Read", "RoundReducer", "abort", "all_reduce", "call_head", "exchange", "exchange_words"),
-    *("leave_round", "most_words"),
-]
-
 MISMATCH: Final = 20  # beside REACHED, ABORTED and TIMED_OUT: the records differ, and nothing was read
 
 # The stage of this rank: a block of words that lives as long as the group.

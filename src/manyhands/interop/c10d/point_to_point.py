@@ -32,8 +32,6 @@ from manyhands.native.segment import PAGE, Segment, reserve, round_up
 from manyhands.native.waiting import REACHED, nudge, wait_until
 from manyhands.transport.link import byte_ring
 
-__all__ = ["PointToPoint"]
-
 _SLICE_NS: Final = 250_000_000  # a waiter polls for failures this often
 _GRACE_S: Final = 0.001  # most callers wait for their message at once; only then does the thread take over
 _MOST_BYTES: Final = 16 << 20  # for all rings of a group, as long as each has its least

@@ -23,8 +23,6 @@ from manyhands.interop.c10d.compiled_calls import Chunk, Read, RoundReducer, exc
 from manyhands.native.segment import Segment
 from manyhands.native.waiting import REACHED, TIMED_OUT, spins_for
 
-__all__ = ["CollectiveStage", "ReductionPlan", "StageReason", "create_segment"]
-
 _SLICE_NS: Final = 250_000_000  # a waiting call polls for failures, and Python for signals, this often
 _PATIENCE: Final = 8  # times the usual spinning: a peer that runs Python needs 20 µs between two calls
 _REASON_SHIFT: Final = 16  # of the abort word: below it the rank + 1, above it the reason

@@ -36,8 +36,6 @@ from manyhands.strategies.common.collectives.executor import ScheduleExecutor
 from manyhands.transport.link.mesh import SharedMesh
 from manyhands.transport.link.torch_p2p import gloo_backend, nccl_backend
 
-__all__ = ["BACKEND", "SHARED", "ManyhandsGroup", "Options", "new_group"]
-
 BACKEND: Final = "manyhands"
 
 _REDUCTIONS: Final = {int(one) - 1: one for one in Reduction if one is not Reduction.NONE}

@@ -23,8 +23,6 @@ from torch.futures import Future
 
 from manyhands.errors import UserError
 
-__all__ = ["Conductor", "PendingWork"]
-
 _AT_ONCE: Final = timedelta(0)  # torch's way to say that a wait has no deadline of its own
 
 

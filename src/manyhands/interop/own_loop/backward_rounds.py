@@ -43,8 +43,6 @@ from manyhands.interop.own_loop.whole_states import WholeStates
 from manyhands.native.heap import keep_freed_memory
 from manyhands.places.local.status import State
 
-__all__ = ["MEMORY", "GradientWatch", "PartsScaler", "Rounds", "unscale"]
-
 MEMORY: Final = "manyhands: what the exchange remembers"  # beside the user's own `extra` in a checkpoint
 
 

@@ -56,8 +56,6 @@ from manyhands.transport.link.tcp import TcpLink
 from manyhands.transport.link.torch_p2p import TorchLink
 from manyhands.transport.liveness import Alarm
 
-__all__ = ["GroupConnection", "Unwatched", "choose", "connect", "in_own_loop", "keeping", "own_loop_config"]
-
 _log = logging.getLogger("manyhands")
 
 FarLink = TorchLink | TcpLink  # a link to a worker of another host

@@ -33,8 +33,6 @@ from manyhands.interop.own_loop.backward_rounds import GradientWatch, Rounds
 from manyhands.interop.own_loop.readings import Draws, LoaderPart, LoaderReading, Readings, Turn, draw_from
 from manyhands.interop.own_loop.small_sums import AloneCollective, Call, Word, Words, require_same
 
-__all__ = ["FreeRounds", "StoreWords"]
-
 INSIDE = " inside"  # what a position ends with while a batch is computed
 
 

@@ -24,8 +24,6 @@ from manyhands.observe.record.events import EventKind
 from manyhands.places.external.process_place import ProcessPlace, joining_place
 from manyhands.strategy import Strategy
 
-__all__ = ["join"]
-
 _open: dict[str, str] = {}  # the groups of this process by name, with where each was joined
 
 _opening = threading.Lock()

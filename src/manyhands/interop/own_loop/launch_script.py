@@ -35,8 +35,6 @@ from manyhands.places.place import LAUNCHER_VARIABLE, find_place
 from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy
 
-__all__ = ["launch"]
-
 
 def run_script(
     context: RoleContext,

@@ -23,8 +23,6 @@ from manyhands.places.external.run_store import comes_true
 from manyhands.places.place import Command, using_place
 from manyhands.strategy import Strategy
 
-__all__ = ["ScriptRun", "run_as_main", "script_digest"]
-
 _END_S: Final = 24 * 3600.0  # what a script does after its loop may take long
 _CAUSE_S: Final = 3.0
 

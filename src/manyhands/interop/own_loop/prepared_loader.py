@@ -33,8 +33,6 @@ from manyhands.errors import UserError
 from manyhands.interop.own_loop.backward_rounds import Rounds
 from manyhands.interop.own_loop.readings import END, FILLERS, Draws, LoaderPart, Move, Turn, remade
 
-__all__ = ["pieces_of", "prepare_loader"]
-
 _MARKED: Final = 4096  # bytes of a tensor that go into the mark of a batch, at each of its ends
 
 

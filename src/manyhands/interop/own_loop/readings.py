@@ -14,19 +14,6 @@ from torch.utils.data import DataLoader
 
 from manyhands.data.randomness import GENERATORS
 
-__all__ = [
-    "END",
-    "FILLERS",
-    "Draws",
-    "LoaderPart",
-    "LoaderReading",
-    "Move",
-    "Readings",
-    "Turn",
-    "draw_from",
-    "remade",
-]
-
 _WORDS: Final = 625  # of Python's generator: 624 and a position
 _KEYS: Final = 624  # of numpy's
 

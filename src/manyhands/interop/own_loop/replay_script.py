@@ -22,8 +22,6 @@ from manyhands.strategies.ps.replayed_loop import ReplayedLoop, recorded_order
 from manyhands.strategies.ps.update_files import read_record
 from manyhands.strategy import Strategy
 
-__all__ = ["ReplayedScript", "replay_script"]
-
 
 class ReplayedScript(NamedTuple):
     """What came out: `difference` names the first gradient that differs, and is empty where none does."""

@@ -24,17 +24,6 @@ from manyhands.native.dtypes import BY_CODE, CODES, LINKED
 from manyhands.strategies.common.collectives.collective import Collective, total
 from manyhands.wire.parcels import Parcel
 
-__all__ = [
-    "AloneCollective",
-    "BufferKeeper",
-    "Call",
-    "CopyWords",
-    "Word",
-    "Words",
-    "check_mode",
-    "require_same",
-]
-
 _FIELDS: Final = 6
 _SMALLEST_TABLE: Final = 64
 _CARRIERS: Final = (512, 32 * 1024)  # items of 8 bytes that travel in one piece: the smallest that suffices

@@ -19,8 +19,6 @@ from manyhands.data.store.state_tree import pack_tree, restore_optimizer, unpack
 from manyhands.engine.exchange import CutModel, Exchange
 from manyhands.interop.own_loop.small_sums import Call, Words
 
-__all__ = ["WholeStates"]
-
 
 class WholeStates:
     """Hooks on `models`, which `model` holds, and on the `optimizer`, from construction to `close`."""

@@ -29,8 +29,6 @@ from manyhands.interop.own_loop.prepared_loader import pieces_of, prepare_loader
 from manyhands.interop.own_loop.small_sums import Call
 from manyhands.strategy import Strategy
 
-__all__ = ["WorkerGroup"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Resumed:

@@ -31,8 +31,6 @@ from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
 from manyhands.strategies.common.collectives.executor import ScheduleExecutor
 from manyhands.transport.link.mesh import SharedMesh
 
-__all__ = ["BACKEND_SIZES_BYTES", "DEFAULT_SIZES_BYTES", "format_table", "run_backend_bench", "run_bench"]
-
 DEFAULT_SIZES_BYTES = (1 << 10, 16 << 10, 64 << 10, 1 << 20, 25 << 20)
 BACKEND_SIZES_BYTES = (1 << 10, 16 << 10, 64 << 10, 1 << 20, 4 << 20, 25 << 20, 64 << 20)
 _COLUMN = 21

@@ -37,8 +37,6 @@ from manyhands.lab.bench.server_work import Flat, RowWork, TimedExchange
 from manyhands.strategies.common.consistency import Async
 from manyhands.strategies.ps.strategy import Ps
 
-__all__ = ["DEFAULT_EXCHANGES", "DEFAULT_ROUNDS", "HAS_RAY", "MEMORY_BYTES", "format_table", "run_bench"]
-
 DEFAULT_EXCHANGES: tuple[TimedExchange, ...] = (
     Flat(name="dense", num_bytes=64 << 20),
     RowWork(name="rows", table_rows=100_000, width=64, rows=1000),

@@ -25,21 +25,6 @@ import torch.distributed as dist
 from manyhands.errors import ManyhandsError
 from manyhands.places.local.forking import die_with_parent
 
-__all__ = [
-    "WARM_UP",
-    "WorkerPlan",
-    "Workers",
-    "be_worker",
-    "from_text",
-    "host_facts",
-    "interleaved",
-    "joined_gloo",
-    "percentiles",
-    "ratio_text",
-    "time_text",
-    "to_text",
-]
-
 WARM_UP = 3  # runs of each contender that are not measured
 Contender = TypeVar("Contender")
 Plan = TypeVar("Plan", bound="WorkerPlan")

@@ -37,8 +37,6 @@ from manyhands.task import Task
 from manyhands.transport.hub.hub import Hub
 from manyhands.transport.hub.hub_events import Arrived, Lost
 
-__all__ = ["OurServer"]
-
 _SERVER = 1
 _FIRST_WORKER = 2
 _ENDLESS = 1 << 40  # steps of a training that the benchmark never sees the end of

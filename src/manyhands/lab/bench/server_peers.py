@@ -27,8 +27,6 @@ from torch import Tensor
 from manyhands.lab.bench.harness import WorkerPlan, Workers, be_worker, from_text, to_text
 from manyhands.lab.bench.server_work import Array, Flat, PushPull, RowWork, TimedExchange, by_module
 
-__all__ = ["RAY", "RAY_IN_PLACE", "RayPeer", "RpcPeer", "ray_running", "rpc_running"]
-
 RAY, RAY_IN_PLACE = "ray actor", "ray actor, by hand in place"
 _RAY_STORE_BYTES = 1 << 30
 _RPC_THREADS = 4

@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from manyhands.errors import UserError
 from manyhands.task import Task
 
-__all__ = ["ITEM_BYTES", "PARAMETER", "Array", "Flat", "PushPull", "RowWork", "TimedExchange", "by_module"]
-
 ITEM_BYTES = np.dtype(np.float32).itemsize
 PARAMETER = "parameter"
 _PARTS = 1024  # of 1: with rates and gradients of whole such parts, float32 adds exactly

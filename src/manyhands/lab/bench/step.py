@@ -43,8 +43,6 @@ from manyhands.task import Task
 from manyhands.workloads.language.gpt import GPTOptions, gpt
 from manyhands.workloads.tasks.digits import ImageClassifier, classification_loss
 
-__all__ = ["DEFAULT_STEPS", "WORKLOADS", "agreed_losses", "format_table", "named_workloads", "run_bench"]
-
 DEFAULT_STEPS = 40
 _BLOCK = 4  # measured steps in a turn
 _COMPARED_STEPS = 50  # later ones drift apart: training enlarges float32's rounding

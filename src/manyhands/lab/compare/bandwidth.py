@@ -16,8 +16,6 @@ from dataclasses import dataclass
 
 from manyhands.errors import UserError
 
-__all__ = ["Rate", "enter", "inside", "shaped_command", "tool_path", "why_not"]
-
 SHAPED = "MANYHANDS_SHAPED"
 """Set to the rate for the command in the namespace, so that it does not start itself again."""
 

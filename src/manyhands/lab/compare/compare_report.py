@@ -19,8 +19,6 @@ from manyhands.native.version import __version__
 from manyhands.observe.draw import paper
 from manyhands.observe.draw.charts import Series, line_chart, loss_chart, share_bars
 
-__all__ = ["machine", "measures_table", "promises_table", "report", "scores_table"]
-
 
 def machine() -> dict[str, str]:
     return {

@@ -15,18 +15,6 @@ from manyhands.observe.analyse.curves import lower_is_better
 from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy
 
-__all__ = [
-    "DEFAULT_STRATEGIES",
-    "Progress",
-    "Target",
-    "Trial",
-    "check_separators",
-    "default_target",
-    "parse_strategies",
-    "trials",
-    "workers_of",
-]
-
 DEFAULT_STRATEGIES = "allreduce; central; ps; ps consistency=bounded:4; ps consistency=async; hogwild"
 """One of each kind that trains any task."""
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-__all__ = ["EnergyCounter", "EnergyMeter", "counted", "energy_counters", "processor_counters"]
-
 POWERCAP = Path("/sys/class/powercap")
 _NVML = "libnvidia-ml.so.1"
 _EVERY_S = 30.0  # at 1 kW the usual range of a zone, 262 kJ, lasts for 4 minutes

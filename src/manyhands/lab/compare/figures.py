@@ -19,8 +19,6 @@ from manyhands.lab.compare.comparison import Target, default_target
 from manyhands.observe.record.checked_values import final_loss, final_metrics
 from manyhands.strategy import Strategy
 
-__all__ = ["CompareRow", "FailedTrial", "Figures", "Measured", "Point", "Prices", "Spread", "figures"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:

@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from manyhands.engine.options import Slowdown
 from manyhands.lab.compare.figures import CompareRow, Figures, Spread
 
-__all__ = ["paragraph"]
-
 _ALIKE = 1.05  # medians this near are called alike
 _WAITS = 0.10  # a share of waiting worth a word
 _FREE = 0.05  # and one that is none

@@ -37,8 +37,6 @@ from manyhands.observe.record.recorded import RoleEvents, RunEvents, read_run_ev
 from manyhands.places.local.signals import signal_of
 from manyhands.strategy import Strategy
 
-__all__ = ["CompareSettings", "Comparison", "Score", "compare", "measure"]
-
 
 def time_stopped(
     evaluations: Mapping[int, Mapping[int, float]], workers: int, *, together: bool

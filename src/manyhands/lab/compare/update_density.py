@@ -9,8 +9,6 @@ from manyhands.lab.compare.figures import Figures
 from manyhands.observe.draw import paper
 from manyhands.observe.draw.charts import Series, line_chart
 
-__all__ = ["DENSITY_HEAD", "DensityRow", "density_cells", "density_page", "density_rows", "density_sentences"]
-
 DENSITY_HEAD = (
     *("strategy", "density", "share features", "examples/s"),
     *("times as fast", "pass loss", "difference"),

@@ -25,19 +25,6 @@ from manyhands.observe.draw.charts import Series, line_chart
 from manyhands.strategy import Strategy
 from manyhands.task import Task
 
-__all__ = [
-    "SCALING_HEAD",
-    "ScalingCurve",
-    "ScalingSettings",
-    "forecast_speedups",
-    "measure_scaling",
-    "require_counts",
-    "scaling_cells",
-    "scaling_curve",
-    "scaling_page",
-    "scaling_sentences",
-]
-
 HALF = 0.5
 """More workers are worth it as long as they bring at least this part of what they would bring at best."""
 

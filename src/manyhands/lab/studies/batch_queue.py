@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BatchRule", "finish_times", "mean_in_system", "random_arrivals"]
-
 Times = NDArray[np.float64]
 
 

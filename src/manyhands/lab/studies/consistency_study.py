@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from manyhands.engine.options import Slowdown
     from manyhands.task import Task
 
-__all__ = ["CONSISTENCY", "ConsistencyOptions", "LiveCheck", "SpreadTime", "consistency_answer", "slowdowns"]
-
 _SYNC, _ASYNC = "sync", "async"
 _PASSING = 0.25  # how often a computation is delayed, where delays pass
 _LIVE_WORKERS = 2

@@ -8,8 +8,6 @@ from manyhands.errors import UserError
 from manyhands.facts import LinkRate, Machines, TaskProfile
 from manyhands.strategy import Strategy
 
-__all__ = ["GeoRow", "link_seconds", "plain_of", "sent_plainly"]
-
 _CODED = ("codec=", "feedback=")
 
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from manyhands.strategy import Strategy
     from manyhands.task import Task
 
-__all__ = ["GEO", "GeoOptions", "geo_answer"]
-
 _STRATEGIES = (
     "allreduce link=tcp; allreduce link=tcp codec=bf16; allreduce link=tcp codec=topk:0.01+int8; "
     "local steps=8 link=tcp; local steps=8 link=tcp codec=bf16; local steps=8 link=tcp outer=nesterov"

@@ -23,8 +23,6 @@ from manyhands.observe.draw.axes import short_number
 from manyhands.observe.draw.charts import Series, line_chart
 from manyhands.workloads.task_options import check_options, option
 
-__all__ = ["GPU", "GpuOptions", "StepTimes", "gpu_answer"]
-
 _DTYPES = ("float32", "bfloat16", "float64")
 
 

@@ -15,8 +15,6 @@ from manyhands.lab.studies.study import StudyAnswer, StudyChart, StudyTable
 from manyhands.observe.draw.axes import short_number
 from manyhands.observe.draw.charts import Series, line_chart
 
-__all__ = ["BatchTimes", "LoadedQueue", "queues_under_load", "saturating", "truck_answer"]
-
 _NEARLY = 0.9  # of the best throughput: more is hardly worth its latency
 _CALM, _BUSY, _LOADS = 0.1, 0.95, 14  # loads: of what one at a time takes, to that of what full batches take
 _ARRIVALS = 20_000

@@ -23,8 +23,6 @@ from manyhands.lab.studies.measured_steps import ROUNDS, median_seconds, synchro
 from manyhands.serving.own_predictor import inputs_of_loss
 from manyhands.task import Task
 
-__all__ = ["measure_batches"]
-
 _FEWEST_CALLS = 20
 
 

@@ -13,8 +13,6 @@ from torch import nn
 
 from manyhands.lab.bench.harness import interleaved
 
-__all__ = ["ROUNDS", "measure_steps", "median_seconds", "synchronize", "training_step"]
-
 ROUNDS = 3  # in which all sizes are measured in turn: a machine may be slower for a while
 
 _WARM_UP, _FEWEST, _GROUP_S = 3, 3, 0.005

@@ -12,8 +12,6 @@ from manyhands.observe.draw.axes import short_number
 from manyhands.observe.draw.charts import Series, line_chart
 from manyhands.workloads.task_options import CheckedOptions, option
 
-__all__ = ["PARALLELISM", "ParallelismOptions", "StepPart", "answer_of_ops", "parts_of_step"]
-
 _PROCESSORS = (1, 2, 4, 8, 16, 32, 64)
 _HALVES = {"forward": False, "backward": True, "forward and backward": None}
 _WHOLE, _SINGLE = "whole operators", "single operations"

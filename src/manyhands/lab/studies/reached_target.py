@@ -8,8 +8,6 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-__all__ = ["LossCurve", "common_target", "crossing", "mean_step_s"]
-
 _LEAST_WINDOW = 4
 _WINDOWS = 10  # in a run
 _MARGIN = 1.02

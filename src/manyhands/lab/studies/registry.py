@@ -7,8 +7,6 @@ from typing import Any, Final
 
 from manyhands.lab.studies.study import Study
 
-__all__ = ["STUDIES", "load_study"]
-
 STUDIES: Final[dict[str, str]] = {
     "servers": "servers_study:SERVERS",
     "consistency": "consistency_study:CONSISTENCY",

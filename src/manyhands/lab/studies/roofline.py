@@ -14,16 +14,6 @@ from dataclasses import dataclass
 
 from manyhands.errors import UserError
 
-__all__ = [
-    "Kernel",
-    "ProcessorSpeed",
-    "crossover",
-    "parse_flops",
-    "queued_seconds",
-    "step_flops",
-    "step_kernels",
-]
-
 _PEAK = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)flop(?:s|/s)?", re.IGNORECASE)
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
 _LOSS_KERNELS = 5  # square and mean, and backward of both

@@ -17,15 +17,6 @@ from manyhands.foresight.simulate.driver import simulate
 from manyhands.foresight.simulate.simulated_spec import ComputeModel, NetworkModel, SimulationSpec, Timing
 from manyhands.strategy import Strategy
 
-__all__ = [
-    "WORTH",
-    "ServerModel",
-    "saturation",
-    "saturation_of",
-    "servers_by_formula",
-    "simulated_rate",
-]
-
 WORTH = 0.1
 """Workers are saturated where one more brings less than this part of what the first one brings."""
 

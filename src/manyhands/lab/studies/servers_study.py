@@ -21,8 +21,6 @@ from manyhands.workloads.task_options import check_options, option
 if TYPE_CHECKING:
     from manyhands.lab.studies.servers_model import ServerModel
 
-__all__ = ["SERVERS", "LivePair", "ServersOptions", "servers_answer"]
-
 _SIMULATED = 256  # workers that are simulated; beyond, the closed form alone is quick enough
 _MOST_SIMULATED = 2048  # workers times servers
 _PER_OCTAVE = 4  # points of a curve

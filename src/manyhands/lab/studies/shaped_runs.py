@@ -15,8 +15,6 @@ from manyhands.lab.compare.bandwidth import Rate, shaped_command, tool_path
 from manyhands.lab.studies.reached_target import mean_step_s
 from manyhands.lab.sweep.run_sweep import end_processes, last_said
 
-__all__ = ["shaped_step_s"]
-
 _LIMIT_S = 900.0
 
 

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Study", "StudyAnswer", "StudyChart", "StudyTable"]
-
 O = TypeVar("O")  # noqa: E741 - options
 
 

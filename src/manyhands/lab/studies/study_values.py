@@ -17,8 +17,6 @@ from manyhands.lab.sweep.trials import flag, parse_values
 if TYPE_CHECKING:
     from manyhands.strategy import Strategy
 
-__all__ = ["counts_of", "numbers_of", "read_as", "require_room", "using_cores"]
-
 V = TypeVar("V")
 
 

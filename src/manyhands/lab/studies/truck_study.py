@@ -10,8 +10,6 @@ from manyhands.lab.studies.study import Study, StudyAnswer
 from manyhands.lab.studies.study_values import counts_of
 from manyhands.workloads.task_options import check_options, option
 
-__all__ = ["TRUCK", "TruckOptions"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TruckOptions:

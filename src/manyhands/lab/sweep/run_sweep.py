@@ -27,8 +27,6 @@ from manyhands.lab.sweep.sweep_report import SweepRow, read_row
 from manyhands.lab.sweep.trials import SweepPlan, SweepTrial
 from manyhands.strategy import Strategy
 
-__all__ = ["Launch", "end_processes", "last_said", "open_sweep", "run_sweep", "usable_cores"]
-
 Launch = Callable[[Sequence[int], Sequence[str]], list[str]]
 """(cores, words of a `manyhands` command) -> the command line of a process that runs it on those cores."""
 

@@ -19,11 +19,6 @@ from manyhands.observe.draw import axes as number_axes
 from manyhands.observe.draw import paper
 from manyhands.observe.record.checked_values import number
 
-__all__ = [
-    *("ParallelAxis", "SweepRow", "best_first", "parallel_coordinates"),
-    *("read_row", "sentences", "sweep_cells", "sweep_page"),
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepRow:

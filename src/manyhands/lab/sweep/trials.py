@@ -13,8 +13,6 @@ from typing import Any
 
 from manyhands.errors import DataError, UserError, printable
 
-__all__ = ["SweepPlan", "SweepSetting", "SweepTrial", "flag", "parse_values"]
-
 MOST_TRIALS = 10_000  # a grid of more is a slip of the keyboard
 
 

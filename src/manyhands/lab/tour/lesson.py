@@ -19,8 +19,6 @@ from typing import Final
 
 from manyhands.errors import UserError
 
-__all__ = ["Lesson", "LessonCommand", "lesson_numbered", "lessons", "shown_in_terminal"]
-
 _PROMPT: Final = "$ manyhands "
 _FENCE: Final = re.compile(r"^```(\w+)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 _TITLE: Final = re.compile(r"# (\d+)\. (.+)\n")

@@ -23,8 +23,6 @@ from manyhands.native.waiting import ABORTED, REACHED, announce, spins_for, wait
 if TYPE_CHECKING:
     from manyhands.native.group.shared_group import SharedGroup
 
-__all__ = ["FREE", "LOCKED", "TURNS", "CompiledGate", "Gate", "enter", "leave", "require_admitted"]
-
 FREE, LOCKED, TURNS = 0, 1, 2
 """Who may go through: everybody at any time; one at a time, first come first served; one at a time, by number."""
 

@@ -34,8 +34,6 @@ from manyhands.native.atomics import array_at
 from manyhands.native.bits import bits_of, converter, float_of
 from manyhands.native.decorators import cfunc, helper
 
-__all__ = ["ALL", "SCRATCH_BYTES", "call_reducer", "reduce_parts", "warm", "warm_double"]
-
 FLOAT32, FLOAT64, BFLOAT16, FLOAT16 = 0, 1, 2, 3
 SUM, MEAN, MAX, COPY = 0, 1, 2, 3  # COPY + r: rank r's slice goes to all
 

@@ -63,17 +63,6 @@ from manyhands.native.waiting import (
     wait_until,
 )
 
-__all__ = [
-    "ARRIVED",
-    "GROUP_SIGN",
-    "Bucket",
-    "SharedGroup",
-    "SharedGroupFiles",
-    "slice_of",
-    "warm",
-    "word_offset",
-]
-
 Ranges = Sequence[range]
 _OPERATIONS = {"sum": SUM, "mean": MEAN, "max": MAX}
 _MAGIC, _VERSION = 0x6D68_6772, 1

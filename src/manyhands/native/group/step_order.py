@@ -24,8 +24,6 @@ from manyhands.native.group.gate import FREE, LOCKED, TURNS, CompiledGate, Gate
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.native.segment import Segment
 
-__all__ = ["ORDERS", "Order", "Together"]
-
 
 class Order(ABC):
     """One worker's side of an order, whose memory begins at `offset` of `segment`.

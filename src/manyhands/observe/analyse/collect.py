@@ -19,8 +19,6 @@ from manyhands.observe.analyse.totals import Totals, TotalsSnapshot
 from manyhands.observe.record.event_files import EventFileWriter
 from manyhands.observe.record.event_ring import EventRing
 
-__all__ = ["Collector"]
-
 _MAX_BYTES = 256 << 20  # of the event files of one run together: four million events
 _STOP_TIMEOUT_S = 10.0
 

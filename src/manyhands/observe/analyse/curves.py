@@ -14,8 +14,6 @@ from manyhands.observe.analyse.view import Curve
 from manyhands.observe.record.checked_values import final_loss, last_row, logged_values, number, text, whole
 from manyhands.observe.record.events import Records
 
-__all__ = ["MAX_POINTS", "HistoryCurves", "RateCurve", "ThinnedCurve", "lower_is_better", "spread"]
-
 MAX_POINTS = 400  # of a curve as it is shown
 
 _FIRST_BIN_NS = 250_000_000

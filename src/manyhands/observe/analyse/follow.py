@@ -27,8 +27,6 @@ from manyhands.observe.record.event_files import has_header, read_events, read_h
 from manyhands.observe.record.events import MAX_SHOWN, RECORD, EventKind, Records
 from manyhands.observe.record.recorded import part_of, read_run_events, shift_clock
 
-__all__ = ["RunFollower", "about_run", "coming_run", "existing_run", "read_interleaved"]
-
 _PORTION = 1 << 14  # events that are gathered in one batch
 _MAX_STEPS = 1 << 20
 _MOST_BYTES = 16 << 20  # bytes of a JSON-lines file read at once; no valid line is that long

@@ -8,8 +8,6 @@ from typing import Any
 from manyhands.observe.analyse.view import ModelView
 from manyhands.observe.record.checked_values import number, text, whole
 
-__all__ = ["model_view"]
-
 _MOST_FEATURES = 10
 _MOST_LABELS = 100
 

@@ -12,8 +12,6 @@ from manyhands.observe.analyse.curves import ThinnedCurve
 from manyhands.observe.analyse.view import Happening, PartiesView, PartyView
 from manyhands.observe.record.checked_values import number, text, whole
 
-__all__ = ["Members", "PartiesHistory"]
-
 _MAX_HAPPENINGS = 200
 _MEMBER = re.compile("[0-9]{1,15}")
 

@@ -13,8 +13,6 @@ import numpy.typing as npt
 
 from manyhands.observe.record.events import MAX_SHOWN, NOBODY, EventKind, Records
 
-__all__ = ["BINS", "BIN_NS", "SHOWN", "WINDOW_NS", "Recent", "Seen"]
-
 BIN_NS = 250_000_000
 BINS = 20
 WINDOW_NS = BINS * BIN_NS

@@ -15,21 +15,6 @@ from manyhands.observe.record.checked_values import number, text, whole
 from manyhands.strategy import Strategy
 from manyhands.wire.choice import CHOSEN, codec_sentence
 
-__all__ = [
-    "about_imbalance",
-    "about_late",
-    "about_quiet",
-    "about_workers",
-    "clock",
-    "codec_words",
-    "headline",
-    "in_order",
-    "layers_sent",
-    "planned_waits",
-    "privacy_words",
-    "straggler_advice",
-]
-
 _MAX_NAMED = 3
 _NOBODY_WAITS = 0.01
 _MOST = 2.0  # multiple of its even share of applying above which a server is mentioned

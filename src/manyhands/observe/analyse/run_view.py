@@ -30,8 +30,6 @@ from manyhands.observe.record.recorded import role_name
 from manyhands.strategy import Strategy
 from manyhands.transport.link.wire import Wire, codec_of
 
-__all__ = ["Gather"]
-
 _NS_PER_S = 1_000_000_000
 _QUIET_NS = 10 * _NS_PER_S  # time without an event, once steps have ended
 _QUIET_START_NS = 30 * _NS_PER_S  # the same before that: models are loaded and compiled

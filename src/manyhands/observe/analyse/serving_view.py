@@ -8,8 +8,6 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Answered", "ReplicaState", "ServingTally", "ServingView", "percentile"]
-
 RECENT = 10_000  # answers that latencies are told of: the newest
 
 _CURVE_S = 300  # seconds of throughput that are shown

@@ -33,8 +33,6 @@ import numpy.typing as npt
 from manyhands.observe.analyse.recent import WINDOW_NS
 from manyhands.observe.record.events import NOBODY, EventKind, Records
 
-__all__ = ["SLOW_FACTOR", "Late", "Pace", "Slow", "Slowness", "Straggler", "find_slow", "from_summary"]
-
 SLOW_FACTOR = 1.3  # A worker that computes this many times the median of the others is slow
 
 _MS = 1e-6

@@ -26,8 +26,6 @@ from manyhands.errors import UserError
 from manyhands.observe.record.events import NO_STEP, NOBODY, EventKind, Records
 from manyhands.observe.record.recorded import RoleEvents, role_name
 
-__all__ = ["Arrow", "Gap", "Row", "Slice", "Timeline", "Window", "build_timeline"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:

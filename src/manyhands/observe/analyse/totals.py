@@ -19,8 +19,6 @@ from manyhands.observe.analyse.recent import BIN_NS, BINS
 from manyhands.observe.analyse.slow_workers import Late, Slowness, Straggler
 from manyhands.observe.record.events import NOBODY, EventKind, Records
 
-__all__ = ["TimeSplit", "Totals", "TotalsSnapshot", "WorkerTotals"]
-
 _NS_PER_S = 1_000_000_000
 
 

@@ -10,22 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, unique
 
-__all__ = [
-    "Curve",
-    "Happening",
-    "ModelView",
-    "PartiesView",
-    "PartyView",
-    "Phase",
-    "Presence",
-    "RunView",
-    "ServerView",
-    "Shares",
-    "Staleness",
-    "TrafficView",
-    "WorkerView",
-]
-
 
 @unique
 class Phase(Enum):

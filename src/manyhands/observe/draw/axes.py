@@ -10,8 +10,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Axis", "Tick", "aligned", "linear", "logarithmic", "nice", "short_number", "spans_powers"]
-
 Tick = tuple[float, str]  # A number, and how it is written
 
 _VAST, _TINY = 1e300, 1e-290  # outside this range, float differences vanish

@@ -30,8 +30,6 @@ from rich.text import Text
 from manyhands.observe.analyse.remarks import about_workers, headline, in_order
 from manyhands.observe.analyse.totals import TimeSplit, TotalsSnapshot, WorkerTotals
 
-__all__ = ["BarPhase", "Bars", "LivePicture", "RunPicture", "bar_view", "following", "show_rate", "split_bar"]
-
 _LOOK_EVERY_S = 0.25
 
 

@@ -15,8 +15,6 @@ from html import escape
 from manyhands.observe.draw import paper
 from manyhands.observe.draw.axes import Axis, Tick, linear, logarithmic, short_number, spans_powers
 
-__all__ = ["Series", "bar_chart", "histogram", "line_chart", "loss_chart", "overlapping", "share_bars"]
-
 _WIDTH, _HEIGHT = 360.0, 190.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50.0, 10.0, 8.0, 34.0
 _ROW, _NAME = 22.0, 78.0  # a horizontal bar: its height, and the width of the names

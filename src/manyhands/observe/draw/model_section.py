@@ -6,8 +6,6 @@ from manyhands.observe.analyse.view import RunView
 from manyhands.observe.draw.axes import short_number
 from manyhands.observe.draw.paper import PageSection, data_table, matrix, tile
 
-__all__ = ["model"]
-
 _MOST_DRAWN = 20  # labels of a confusion table
 
 

@@ -19,16 +19,6 @@ from manyhands.observe.draw.paper import STYLE, data_table
 from manyhands.observe.draw.showing import Panel
 from manyhands.observe.record.checked_values import final_loss
 
-__all__ = [
-    "ended_html",
-    "facts_of",
-    "loss_curve",
-    "run_html",
-    "run_line",
-    "running_html",
-    "running_line",
-]
-
 _WIDTH = 480
 _LEAST_WAITING = 0.005  # share of a worker's time; less rounds to nothing
 

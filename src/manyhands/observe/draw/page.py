@@ -17,8 +17,6 @@ from manyhands.observe.analyse.follow import existing_run
 from manyhands.observe.analyse.view import RunView
 from manyhands.observe.draw.paper import STYLE, document, section
 
-__all__ = ["PAGE_STYLE", "SECTIONS", "report", "sections", "title_of", "write_report"]
-
 PAGE_STYLE: Final = STYLE + files("manyhands.observe.draw").joinpath("page.css").read_text()
 
 SECTIONS: Final[dict[str, str]] = {

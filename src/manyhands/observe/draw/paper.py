@@ -15,22 +15,6 @@ from typing import Final, NamedTuple
 
 from manyhands.observe.draw.axes import short_number
 
-__all__ = [
-    "NUM_COLOURS",
-    "NUM_DASHES",
-    "NUM_HEATS",
-    "PART_COLOURS",
-    "STYLE",
-    "PageSection",
-    "data_table",
-    "document",
-    "findings_section",
-    "made_section",
-    "matrix",
-    "quiet",
-    "section",
-]
-
 PART_COLOURS: Final = {"compute": 2, "input": 3, "exchange": 0, "waiting": 1}
 """The colour of each part of a worker's time, the same on every page."""
 

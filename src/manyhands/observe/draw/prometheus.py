@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from manyhands.observe.analyse.view import Phase, Presence, RunView, ServerView, WorkerView
 
-__all__ = ["Family", "family_lines", "metrics_text"]
-
 _Samples = Iterable[tuple[Mapping[str, str], float]]
 Family = tuple[str, str, _Samples]  # name, what it is, and a sample for each set of labels
 

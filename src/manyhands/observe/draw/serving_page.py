@@ -12,8 +12,6 @@ from manyhands.observe.draw.charts import Series, histogram, line_chart
 from manyhands.observe.draw.page import PAGE_STYLE
 from manyhands.observe.draw.prometheus import Family, family_lines
 
-__all__ = ["serving_metrics", "serving_report", "serving_sections", "serving_title"]
-
 
 def serving_title(view: ServingView) -> str:
     return f"{view.task} · served by {num_of(view.wanted, 'worker')}"

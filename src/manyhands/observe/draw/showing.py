@@ -23,8 +23,6 @@ from typing import Any, NamedTuple, Protocol
 from manyhands.observe.analyse.remarks import about_workers, headline, in_order
 from manyhands.observe.analyse.totals import TotalsSnapshot
 
-__all__ = ["Here", "Lines", "Notebook", "Panel", "Screen", "Showing", "chosen", "look_around", "showing"]
-
 _BAR_AFTER_S, _BAR_EVERY_S = 1.0, 0.25
 _NOTEBOOK_EVERY_S = 0.5
 _LINES_EVERY_S = 5.0

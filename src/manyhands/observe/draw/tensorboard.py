@@ -24,8 +24,6 @@ from manyhands.observe.analyse.run_view import Gather
 from manyhands.observe.analyse.view import RunView
 from manyhands.observe.record.checked_values import logged_values, number, text
 
-__all__ = ["LiveTensorboard", "TensorboardFiles", "write_run"]
-
 _log = logging.getLogger("manyhands")
 _LOOK_EVERY_S = 1.0
 _STOP_TIMEOUT_S = 30.0

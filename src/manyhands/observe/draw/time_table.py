@@ -16,8 +16,6 @@ from manyhands.observe.analyse.remarks import about_workers
 from manyhands.observe.analyse.slow_workers import Late, Straggler, from_summary
 from manyhands.observe.analyse.totals import WorkerTotals
 
-__all__ = ["end_table", "layers_table", "parts_table", "plain_table", "words_table", "workers_table"]
-
 
 def end_table(summary: Mapping[str, Any]) -> Table:
     workers = [WorkerTotals.from_dict(row) for row in summary["per_worker"]]

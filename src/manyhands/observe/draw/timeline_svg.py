@@ -18,8 +18,6 @@ from manyhands.observe.draw.axes import nice
 from manyhands.observe.draw.paper import svg_line, svg_rect, svg_text
 from manyhands.observe.record.events import NO_STEP, NOBODY, EventKind
 
-__all__ = ["MAX_SVG_SLICES", "MAX_SVG_STEPS", "timeline_svg"]
-
 MAX_SVG_SLICES = 6_000  # steps and parts that a picture holds at most: about 1.5 MB
 
 MAX_SVG_STEPS = 24  # steps that a picture holds at most: more would be too narrow to tell apart

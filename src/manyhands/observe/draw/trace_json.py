@@ -15,8 +15,6 @@ from typing import Any
 from manyhands.observe.analyse.timeline import Gap, Row, Slice, Timeline
 from manyhands.observe.record.events import NO_STEP, NOBODY, EventKind
 
-__all__ = ["MAX_TRACE_SLICES", "trace_json"]
-
 MAX_TRACE_SLICES = 60_000  # steps and parts in a trace: with its arrows that is at most some 18 MB
 
 _STEPS, _PARTS = 1, 2  # the two tracks of a role

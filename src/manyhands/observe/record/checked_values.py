@@ -12,8 +12,6 @@ from typing import Any
 
 from manyhands.errors import printable
 
-__all__ = ["final_loss", "final_metrics", "last_row", "number", "text", "whole"]
-
 _MOST_WHOLE = 1 << 53  # floats hold integers up to this exactly, so arithmetic and drawing cannot fail
 _MOST_TEXT = 2000
 

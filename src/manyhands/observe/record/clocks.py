@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Bracket", "Offset", "clock_id", "offset_from"]
-
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 

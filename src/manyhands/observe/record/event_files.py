@@ -22,16 +22,6 @@ from manyhands.observe.record.clocks import clock_id
 from manyhands.observe.record.events import KNOWN_WIRES, MAX_ROLE, NO_STEP, NOBODY, RECORD, EventKind, Records
 from manyhands.transport.link.wire import is_codec
 
-__all__ = [
-    "Ending",
-    "EventFile",
-    "EventFileWriter",
-    "good_records",
-    "has_header",
-    "read_events",
-    "read_header",
-]
-
 _VERSION = 3
 _MAGIC = b"MHEVENTS"
 _OLD_VERSION = 2

@@ -38,8 +38,6 @@ from manyhands.observe.record.events import (
     to_events,
 )
 
-__all__ = ["DEFAULT_CAPACITY", "BlackBoxes", "EventRing", "describe_event"]
-
 DEFAULT_CAPACITY = 1 << 14
 """Events a ring holds by default: 1 MiB, some seconds of a fast loop during which its reader may be away."""
 

@@ -19,8 +19,6 @@ from manyhands.errors import DataError, UserError
 from manyhands.observe.record.event_files import EventFile, read_events, read_header
 from manyhands.observe.record.events import EventKind, Records
 
-__all__ = ["RoleEvents", "RunEvents", "part_of", "read_run_events", "role_name", "shift_clock", "step_keys"]
-
 _FILE = re.compile(r"(?P<name>[^.]+)(?:\.(?P<part>\d+))?\.bin")
 _PART_SHIFT = 40
 

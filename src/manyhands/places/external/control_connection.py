@@ -49,8 +49,6 @@ from manyhands.transport.hub.handshake import Credentials
 from manyhands.transport.hub.hub import Hub
 from manyhands.transport.hub.hub_events import Arrived, HubEvent, Joined, Lost, Ready, Settings
 
-__all__ = ["ControlConnection", "RunEnding", "open_control_connection"]
-
 _LEADER: Final = 0
 _TICK_S: Final = 0.05
 _PING_S: Final = 2.0

@@ -29,26 +29,6 @@ from manyhands.places.local.control import Failed, Finished, Note, Stop
 from manyhands.places.local.status import State
 from manyhands.transport.messages import MessageCoder
 
-__all__ = [
-    "CONTROL_CODER",
-    "CONTROL_FINGERPRINT",
-    "ControlEvents",
-    "ControlHello",
-    "ControlMarked",
-    "ControlOver",
-    "ControlPiece",
-    "ControlPing",
-    "ControlPong",
-    "ControlRefused",
-    "ControlWelcome",
-    "SendQueue",
-    "StoreAnswer",
-    "StoreCall",
-    "Term",
-    "Wakeup",
-    "pieces",
-]
-
 CONTROL_FINGERPRINT: Final = "manyhands line 1"
 """The protocol of both ends of a control connection. The terms of the run are compared later, one by one."""
 PIECE_BYTES: Final = 1 << 20

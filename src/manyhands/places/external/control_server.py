@@ -53,8 +53,6 @@ from manyhands.transport.hub.hub import Hub
 from manyhands.transport.hub.hub_events import Arrived, HubEvent, Lost, Ready, Rejected, Settings, Shared
 from manyhands.transport.messages import ProtocolError
 
-__all__ = ["ControlEvent", "ControlServer", "Delivered", "ProcessRejected", "Warned", "hello_of", "terms_of"]
-
 _MOST_LARGE: Final = 64  # large objects that one member may be sending at a time
 _MOST_LOST: Final = 1 << 40  # events that one member may report as dropped at a time
 _MOST_LARGE_BYTES: Final = 1 << 36

@@ -34,18 +34,6 @@ from manyhands.transport.messages import ProtocolError
 from manyhands.transport.security import HANDSHAKE_S, Security
 from manyhands.transport.tls import TlsRefused
 
-__all__ = [
-    "address_towards",
-    "attach_group",
-    "connect_all",
-    "no_group",
-    "open_heartbeats",
-    "open_links",
-    "share_group",
-    "share_group_files",
-    "share_links",
-]
-
 _FINGERPRINT: Final = "manyhands link 2"
 _PENDING_S: Final = 2.0
 _SLICE_S: Final = 0.2

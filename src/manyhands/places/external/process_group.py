@@ -41,8 +41,6 @@ from manyhands.transport.hub.hub_events import Settings
 from manyhands.transport.liveness import LivenessTimes
 from manyhands.transport.security import Security, is_loopback
 
-__all__ = ["GroupMember", "ProcessGroup", "join_group", "lead_group"]
-
 _TICK_S: Final = 0.1
 _SHUTDOWN_S: Final = 30.0
 _BREAK_OFF_S: Final = 3.0

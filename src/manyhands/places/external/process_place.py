@@ -24,16 +24,6 @@ from manyhands.places.local.control import RoleContext
 from manyhands.places.place import LAUNCHER_VARIABLE, TF_CONFIG, Place, PlacedRun, find_place, is_worker
 from manyhands.strategy import Strategy
 
-__all__ = [
-    "ExternalPlace",
-    "Launched",
-    "ProcessPlace",
-    "SpecificationPlace",
-    "TorchrunPlace",
-    "joining_place",
-    "under_torchrun",
-]
-
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

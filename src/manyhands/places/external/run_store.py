@@ -21,8 +21,6 @@ from manyhands.places.external.control_messages import StoreAnswer, StoreCall
 from manyhands.transport.liveness import RendezvousStore
 from manyhands.transport.messages import ProtocolError
 
-__all__ = ["KeyValueStore", "RunStore", "comes_true"]
-
 _MOST_KEYS: Final = 1 << 16
 _LONGEST: Final = 1 << 16
 _LONGEST_ANSWER: Final = 1 << 24

@@ -20,8 +20,6 @@ from manyhands.errors import UserError, nearest, printable
 from manyhands.places.place import TF_CONFIG
 from manyhands.transport.security import is_loopback
 
-__all__ = ["EVALUATOR", "ClusterRole", "ClusterSpec", "check_hosts", "listening_at"]
-
 EVALUATOR: Final = (
     "an evaluator has no work here and ends: workers evaluate while they train (--evaluate-every), and the leader "
     "at the end"

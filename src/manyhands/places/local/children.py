@@ -27,8 +27,6 @@ from manyhands.places.local.status import StatusRow, StatusTable
 from manyhands.places.local.template import StillRunning, Template, inherited_environment, obtain
 from manyhands.transport.messages import ProtocolError
 
-__all__ = ["Children", "Role"]
-
 KEPT_BYTES = 4096
 _READ_BYTES = 64 * 2**10
 _LONGEST_LINE = 64 * 2**10

@@ -21,21 +21,6 @@ from manyhands.places.local.status import NOBODY, StagePlace, State, StatusTable
 from manyhands.transport.frames import FrameDecoder, Limits, encode_header
 from manyhands.transport.messages import MessageCoder, ProtocolError
 
-__all__ = [
-    "Channel",
-    "Context",
-    "Failed",
-    "Finished",
-    "Message",
-    "Note",
-    "RoleContext",
-    "RoleStarted",
-    "Stop",
-    "TypedNotes",
-    "Unread",
-    "encoded",
-]
-
 MAX_FRAME_BYTES = 16 * 2**20
 _LIMITS: Final = Limits(body_bytes=MAX_FRAME_BYTES, payload_bytes=0)
 _SEND_TIMEOUT_S: Final = 60.0

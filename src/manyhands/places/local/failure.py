@@ -26,8 +26,6 @@ from manyhands.errors import (
 from manyhands.places.local.control import Failed
 from manyhands.places.local.status import StatusRow
 
-__all__ = ["Failure", "describe_exit", "describe_status", "report"]
-
 KINDS: dict[str, type[ManyhandsError]] = {
     kind.__name__: kind
     for kind in (

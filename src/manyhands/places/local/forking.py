@@ -33,18 +33,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = [
-    "CHILDREN_VARIABLE",
-    "MOST_PASSED",
-    "ForkRequest",
-    "RoleSpec",
-    "TemplateSpec",
-    "born_children",
-    "die_with_parent",
-    "run_template",
-    "spare_finalizers",
-]
-
 FRAME_BYTES = 1 << 20
 MOST_PASSED = 250  # descriptors that fit into one message, short of the kernel's 253
 

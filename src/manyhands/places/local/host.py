@@ -16,16 +16,6 @@ from pathlib import Path, PurePosixPath
 
 from manyhands.errors import ManyhandsError, Overload, UserError, format_bytes
 
-__all__ = [
-    "Amount",
-    "MemoryCost",
-    "check_capacity",
-    "check_watchdog_s",
-    "host_identity",
-    "of_processes",
-    "threads_per_role",
-]
-
 PROCESS_BYTES = 256 << 20
 """Private memory of one worker before its model: Python, torch and compiled kernels; 260 MiB were measured."""
 

@@ -48,8 +48,6 @@ from manyhands.places.local.template import (
     serving_children,
 )
 
-__all__ = ["Loaders", "run_loader"]
-
 _CALLS = "manyhands.places.local.loaders:run_loader"
 _MESSAGE_BYTES = 1 << 20
 _LOOK_S = 0.2

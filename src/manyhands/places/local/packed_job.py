@@ -30,8 +30,6 @@ from manyhands.errors import UserError
 if TYPE_CHECKING:  # a child imports torch only if its job holds tensors
     import torch
 
-__all__ = ["load", "pack"]
-
 LARGE_BYTES = 2**20
 
 _MAGIC = b"manyhandsjob\x00\x00\x00\x01"

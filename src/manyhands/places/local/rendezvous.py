@@ -38,8 +38,6 @@ from manyhands.transport.hub.handshake import Credentials, HandshakeRefused, aut
 from manyhands.transport.liveness import RendezvousStore, forget_in_children
 from manyhands.transport.messages import ProtocolError
 
-__all__ = ["Rendezvous", "hosts_of", "meet", "ranks_named"]
-
 _FRAME: Final = struct.Struct("!?I")  # whether the sharing succeeded, how many descriptors there are in all
 _FAREWELL: Final = b"farewell"
 _STOP_S: Final = 30.0  # for a callback that is under way when the rendezvous is closed

@@ -24,25 +24,6 @@ from manyhands.places.local.control import Failed, Finished, Message, Note, Role
 from manyhands.places.local.failure import Failure, describe_exit, describe_status
 from manyhands.places.local.status import HEARTBEAT_S, StatusRow
 
-__all__ = [
-    "TICK_S",
-    "Ended",
-    "Event",
-    "Exited",
-    "Garbled",
-    "Heard",
-    "Interrupted",
-    "KillProcess",
-    "Member",
-    "Patience",
-    "ProcessPhase",
-    "Roster",
-    "Said",
-    "Silent",
-    "Started",
-    "watched_s",
-]
-
 TICK_S = 0.2
 EXIT_S = 10.0
 _LEAST_SILENCE_S = 5 * HEARTBEAT_S

@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = ["SignalEnding", "as_exception", "counted_signals", "ending", "signal_of"]
-
 _Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
 _IMPATIENT = 3  # the press that raises at once, in case a callback of the application hangs
 _DEFAULTS: dict[signal.Signals, _Handler] = {

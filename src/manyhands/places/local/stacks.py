@@ -19,19 +19,6 @@ from typing import NamedTuple
 
 from manyhands.strategies.registry import STRATEGIES
 
-__all__ = [
-    "LOADER_CALL",
-    "STACK_SIGNAL",
-    "Frame",
-    "answer_with_stacks",
-    "answered_by",
-    "answers_to",
-    "ask_for_stack",
-    "call_of",
-    "main_stack",
-    "split_threads",
-]
-
 STACK_SIGNAL = signal.SIGRTMIN + 13  # among the signals that nobody uses by habit
 
 _ANSWER_S = 0.3

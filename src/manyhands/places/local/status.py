@@ -33,18 +33,6 @@ from manyhands.native.closeable import Closeable
 from manyhands.native.decorators import njit
 from manyhands.places.local.forking import die_with_parent
 
-__all__ = [
-    "HEARTBEAT_OFFSET",
-    "HEARTBEAT_S",
-    "NOBODY",
-    "SIGN_OFFSET",
-    "StagePlace",
-    "State",
-    "StatusRow",
-    "StatusTable",
-    "start_sentinel",
-]
-
 NOBODY = -1
 HEARTBEAT_OFFSET = 8
 SIGN_OFFSET = 32

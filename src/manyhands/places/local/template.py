@@ -26,17 +26,6 @@ from manyhands.places.local import entry
 from manyhands.places.local.forking import MOST_PASSED, ForkRequest, TemplateSpec, born_children
 from manyhands.strategies.registry import STRATEGIES
 
-__all__ = [
-    "AdoptedProcess",
-    "StillRunning",
-    "Template",
-    "expect",
-    "inherited_environment",
-    "obtain",
-    "serving_children",
-    "warm",
-]
-
 PRELOADED: Final = ("torch", "manyhands.engine.preload")  # what workers of every strategy need
 
 _LATER: Final = tuple(module for strategy in STRATEGIES.values() for module in strategy.modules)

@@ -29,8 +29,6 @@ from manyhands.places.local.roster import Member, ProcessPhase, watched_s
 from manyhands.places.local.stacks import Frame, call_of, main_stack, split_threads
 from manyhands.places.local.status import NOBODY, State, StatusRow
 
-__all__ = ["Found", "Stall", "Watchdog", "Watched", "is_stopped"]
-
 _NUM_EVENTS = 50
 _ASK_BEFORE_S = 1.0
 _BETWEEN_LOOKS_S = 0.5

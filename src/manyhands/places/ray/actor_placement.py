@@ -10,18 +10,6 @@ from typing import NamedTuple, Protocol
 from manyhands.errors import UserError
 from manyhands.places.place import AddWorker, Command, RemoveWorker
 
-__all__ = [
-    "Autoscaler",
-    "Bounds",
-    "Bundles",
-    "GivenUp",
-    "Restart",
-    "RestartPolicy",
-    "SlotChange",
-    "bundles",
-    "room_for",
-]
-
 _MOST_IN_A_ROW = 5
 _IN_A_ROW_S = 60.0
 _FIRST_DELAY_S = 0.5

@@ -45,8 +45,6 @@ from manyhands.places.ray.actor_placement import (
 from manyhands.places.ray.role_actors import RUN, RayRoles, process_place, take_part
 from manyhands.strategy import Strategy, check_choice, integer, read_settings, setting, settings_of
 
-__all__ = ["RayCluster"]
-
 _WAYS = ("pack", "spread")
 _LOOK_S = 0.2
 _JOIN_S = 10.0

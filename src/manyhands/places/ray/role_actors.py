@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from manyhands.places.external.run_store import RunStore
     from manyhands.places.place import PlacedRun
 
-__all__ = ["RUN", "RayRoles", "RoleEnded", "open_actor_store", "process_place", "take_part"]
-
 RUN = "run"  # the name of every run on Ray: each run has a store of its own
 
 _PLACING_S = 60.0

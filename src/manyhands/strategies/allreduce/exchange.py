@@ -38,8 +38,6 @@ from manyhands.strategies.common.collectives.collective import (
 from manyhands.strategies.common.collectives.schedule import Algorithm
 from manyhands.wire.codec import check_optimizer
 
-__all__ = ["AllReduceExchange", "algorithm_of", "collective_across_hosts", "collective_for"]
-
 
 class AllReduceExchange(Exchange):
     """One worker's end of a synchronous all-reduce over the given collective."""

@@ -30,19 +30,6 @@ from manyhands.transport.link.wire import Wire, wire_of
 from manyhands.transport.liveness import Alarm
 from manyhands.wire.parcels import Parcel
 
-__all__ = [
-    "SUMS",
-    "GpuSeat",
-    "SumsChoice",
-    "TorchCollective",
-    "choose_sums",
-    "chosen_sums",
-    "done_in_time",
-    "seat_of",
-    "sums_on_gpus",
-    "sums_sentence",
-]
-
 
 def chosen_sums(strategy: AllReduce, resources: Resources) -> SumsChoice | None:
     """Collective: decide whether NCCL sums, None on CPUs; PeerTimeout names a worker that announced no GPU."""

@@ -44,16 +44,6 @@ from manyhands.transport.liveness import Alarm
 from manyhands.transport.messages import ProtocolError
 from manyhands.wire.parcels import Parcel
 
-__all__ = [
-    "HelperSplit",
-    "help_workers",
-    "helped",
-    "helped_collective",
-    "segments_for",
-    "sent_with_helpers",
-    "split_load",
-]
-
 MOST_SEGMENTS = 32
 SEGMENT_BYTES = 128 << 10
 """What a worker sends in one round, about, where the vector is long enough for several."""

@@ -7,8 +7,6 @@ from manyhands.engine.kernel_task import KernelStep, KernelTask
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.strategy import Strategy
 
-__all__ = ["AllReduceKernels"]
-
 
 class AllReduceKernels(KernelProcesses):
     """Worker processes that take every step together."""

@@ -14,8 +14,6 @@ from manyhands.strategy import WorkerTraffic, silent
 from manyhands.wire.flat_layout import trainable
 from manyhands.wire.names import has_known_size
 
-__all__ = ["sent_in_step"]
-
 
 def sent_in_step(strategy: AllReduce, traced: TracedModel, workers: int) -> list[WorkerTraffic] | None:
     """None for NCCL's own ways, codecs whose size depends on values, and sparse rows."""

@@ -36,8 +36,6 @@ from manyhands.strategy import (
 )
 from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, rounds_hops
 
-__all__ = ["AllReduce", "Mirrored"]
-
 NCCL = "nccl"
 
 

@@ -20,8 +20,6 @@ from manyhands.strategies.allreduce.strategy import AllReduce
 from manyhands.strategies.common.collectives.collective import Collective
 from manyhands.strategy import Strategy
 
-__all__ = ["AllReduceTraining"]
-
 
 class AllReduceTraining(ExchangeTraining):
     """Training in which every worker holds the model."""

@@ -10,8 +10,6 @@ from manyhands.errors import UserError, nearest
 from manyhands.facts import Answer, Waits
 from manyhands.strategy import Strategy, integer
 
-__all__ = ["MUSTS", "Must"]
-
 
 def _equal(strategy: Strategy, _workers: int, _count: int) -> str:
     is_equal = strategy.facts.promises.same_numbers.answer is Answer.YES

@@ -20,8 +20,6 @@ from manyhands.strategies.common.usual_promises import IN_STEP
 from manyhands.strategies.registry import entry_of
 from manyhands.strategy import Strategy, integer, read_settings, setting, settings_of
 
-__all__ = ["Auto"]
-
 
 def _seconds(text: str) -> float:
     try:

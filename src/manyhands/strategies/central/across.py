@@ -32,8 +32,6 @@ from manyhands.strategies.common.collectives.executor import ScheduleExecutor
 from manyhands.transport.link.wire import Wire, wire_of
 from manyhands.wire.parcels import Parcel
 
-__all__ = ["BetweenHosts", "HostsCollective"]
-
 
 class BetweenHosts:
     """One worker's side of the exchange between hosts: the leaders, the lowest rank of each host, have links.

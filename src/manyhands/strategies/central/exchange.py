@@ -30,8 +30,6 @@ from manyhands.strategies.common.collectives.collective import Reducer, SharedCo
 from manyhands.strategies.common.sharding.sliced_optimizer import SlicedOptimizer
 from manyhands.transport.link.wire import Wire
 
-__all__ = ["CentralExchange"]
-
 
 class CentralExchange(Exchange):
     """One worker's end: gradients per worker, parameters per host. Takes ownership of `group` and `between`.

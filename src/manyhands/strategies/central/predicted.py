@@ -10,8 +10,6 @@ from manyhands.strategies.common.collectives.collective_traffic import sent_in_m
 from manyhands.strategy import WorkerTraffic, silent
 from manyhands.wire.flat_layout import trainable
 
-__all__ = ["sent_in_step"]
-
 
 def sent_in_step(strategy: Central, traced: TracedModel, workers: int) -> list[WorkerTraffic]:
     if workers == 1:

@@ -28,8 +28,6 @@ from manyhands.strategies.common.sharding.optimizers import stepping_for
 from manyhands.strategies.common.sharding.sliced_optimizer import MergedState, OwnedPiece, Piece
 from manyhands.wire.flat_layout import BucketLayout, bucket_of, least_loaded, padded, side_by_side
 
-__all__ = ["CentralParameters", "Ownership", "cut", "gather_state", "keep_whole", "ownership_of"]
-
 
 class CentralParameters:
     """Moves the parameters of `model` into shared memory; constructed on every worker (collective).

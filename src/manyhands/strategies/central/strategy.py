@@ -24,8 +24,6 @@ from manyhands.strategy import (
     shared_copy,
 )
 
-__all__ = ["Central"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Central(Strategy):

@@ -9,8 +9,6 @@ from manyhands.strategies.central.exchange import CentralExchange
 from manyhands.strategies.central.strategy import Central
 from manyhands.strategies.common.collectives.collective import Collective
 
-__all__ = ["CentralTraining"]
-
 
 class CentralTraining(ExchangeTraining):
     """Each worker updates its slice of the shared copy; a single worker updates all of it."""

@@ -16,8 +16,6 @@ from manyhands.wire.codec import codec_named, encodes
 from manyhands.wire.names import RAW, auto_error, has_known_size, parse_codec, rounds_hops
 from manyhands.wire.parcels import Parcel
 
-__all__ = ["carries_values", "coded_all_reduce_s", "has_known_time", "left_by"]
-
 
 def has_known_time(codec: str) -> bool:
     """Whether sizes are known beforehand, of gradients of which only the bytes are known."""

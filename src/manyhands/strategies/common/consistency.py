@@ -19,19 +19,6 @@ from typing import ClassVar, NamedTuple, Protocol
 from manyhands.errors import UserError, nearest
 from manyhands.facts import Waits
 
-__all__ = [
-    "Async",
-    "BatchPlace",
-    "Book",
-    "Buffered",
-    "Group",
-    "Policy",
-    "SoftSync",
-    "Sync",
-    "blend",
-    "parse_consistency",
-]
-
 
 class Book(Protocol):
     """What a policy sees of a shard."""

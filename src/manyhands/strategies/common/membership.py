@@ -21,21 +21,6 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-__all__ = [
-    "MAX_DEATHS",
-    "Died",
-    "Fail",
-    "KillMember",
-    "MemberJoined",
-    "MemberSilent",
-    "MemberState",
-    "Membership",
-    "RunMember",
-    "Slot",
-    "SlotPhase",
-    "StartWorker",
-]
-
 MAX_DEATHS = 5
 """The number of deaths in a row without progress, of one slot's workers or per server, that ends the run."""
 

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["CountedMemory", "StepPeaks", "new_memory", "peaks_of_step"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPeaks:

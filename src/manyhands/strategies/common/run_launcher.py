@@ -27,8 +27,6 @@ from manyhands.places.local.watchdog import Watched
 from manyhands.places.place import AddWorker, Command
 from manyhands.strategies.common import membership as core
 
-__all__ = ["ChildMembers", "ExternalMembers", "MemberLog", "MemberProcesses", "RunLauncher"]
-
 _LOOK_S: Final = 0.1
 _EXTERNAL_LOOK_S: Final = 0.02  # between children and control connections
 _M = TypeVar("_M", bound="MemberProcesses")

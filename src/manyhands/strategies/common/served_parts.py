@@ -15,8 +15,6 @@ from manyhands.errors import UserError
 from manyhands.strategy import Strategy, settings_of
 from manyhands.transport.link.interface import Link
 
-__all__ = ["ServedParts", "refuse_others"]
-
 
 class ServedParts(ABC):
     """`modules[r]` is for process r, the first of which is asked; UserError where the model cannot be cut so."""

@@ -14,17 +14,6 @@ from manyhands.facts import LayerTimes, LinkRate, Machines, TaskProfile
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS, grouped
 from manyhands.strategies.common.collectives.schedule_proof import cost
 
-__all__ = [
-    "all_reduce_s",
-    "beyond_backward_s",
-    "buckets_of",
-    "gathered_s",
-    "in_groups_s",
-    "is_modelled",
-    "spread_s",
-    "summed_in_memory_s",
-]
-
 Seconds = Callable[[float], float]
 """The time of an exchange of so many bytes."""
 

@@ -4,18 +4,6 @@ from __future__ import annotations
 
 from manyhands.facts import Answer, Promise, Promises
 
-__all__ = [
-    "BY_CHANCE",
-    "CUT_ON_ONE_HOST",
-    "ELASTIC",
-    "ENDS",
-    "IN_STEP",
-    "NOBODY_JOINS",
-    "NO_SERVERS",
-    "ROUNDED",
-    "TO_ROUNDING",
-]
-
 # Why a loop of one's own that cuts the model cannot have workers on several hosts
 CUT_ON_ONE_HOST = "workers of your own loop that cut a model must be on one host; mh.fit has them on several"
 

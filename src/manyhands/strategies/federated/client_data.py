@@ -35,19 +35,6 @@ from manyhands.task import Task
 if TYPE_CHECKING:
     from manyhands.places.local.loaders import Loaders
 
-__all__ = [
-    "NATURAL",
-    "Batches",
-    "Partition",
-    "Samples",
-    "apart",
-    "columns_of",
-    "held_back",
-    "labels_of",
-    "reading_ahead",
-    "selected",
-]
-
 Indices = NDArray[np.int64]
 NATURAL: Final = "natural"
 _DEFAULTS: Final[dict[str, float]] = {"shards": 2, "dirichlet": 0.5, "quantity": 0.5}

@@ -24,8 +24,6 @@ from manyhands.strategies.federated.client_updates import Tensors
 from manyhands.strategies.federated.clients import held
 from manyhands.task import Metric, Task
 
-__all__ = ["ClientEvaluation", "measured", "shown_clients", "skew_of", "spread_of", "spread_over"]
-
 Indices = NDArray[np.int64]
 Models = Iterable[tuple[int, Tensors]]  # clients, and the tensors of their models
 # the mean of each measure by client, and why others could not be taken

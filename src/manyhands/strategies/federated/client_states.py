@@ -21,16 +21,6 @@ from manyhands.wire.codec import codec_named, encodes, round_trip
 from manyhands.wire.names import RAW, has_feedback
 from manyhands.wire.parcels import Parcel
 
-__all__ = [
-    "EVERYTHING_SHARED",
-    "ClientStates",
-    "LocalLayers",
-    "UpdateCoding",
-    "gathered",
-    "local_names",
-    "restored",
-]
-
 ClientStates = dict[
     int, list[Tensor]
 ]  # tensors by client number; clients that have not taken part yet are absent

@@ -19,26 +19,6 @@ from torch import Tensor
 
 from manyhands.errors import NonFinite, UserError
 
-__all__ = [
-    "ClassSums",
-    "ClientAssignment",
-    "ClientUpdate",
-    "RoundNorms",
-    "RoundPlace",
-    "RoundTally",
-    "TallySum",
-    "Tensors",
-    "check_norm_ratio",
-    "described_clients",
-    "described_norms",
-    "largest_class",
-    "norm_class",
-    "rejected_by_norm",
-    "require_finite",
-    "shaped",
-]
-
-
 Tensors: TypeAlias = Sequence[Tensor]
 
 

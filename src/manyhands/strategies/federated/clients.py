@@ -28,17 +28,6 @@ from manyhands.strategies.federated.client_updates import ClientAssignment, Clie
 from manyhands.strategies.federated.strategy import ALL, Federated
 from manyhands.task import Task
 
-__all__ = [
-    "ClientTrainer",
-    "LocalWork",
-    "batches",
-    "held",
-    "held_names",
-    "plain_products",
-    "steps_in",
-    "work_of",
-]
-
 _SHUFFLING = 2
 
 

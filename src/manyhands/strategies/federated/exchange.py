@@ -56,8 +56,6 @@ from manyhands.wire.parcels import Parcel
 if TYPE_CHECKING:
     from manyhands.places.local.loaders import Loaders
 
-__all__ = ["FederatedExchange", "private_rounds", "split_over"]
-
 _ROOM = 1 << 17  # items that travel at once
 _T = TypeVar("_T")
 

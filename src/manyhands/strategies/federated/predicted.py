@@ -11,8 +11,6 @@ from manyhands.strategies.federated.strategy import Federated
 from manyhands.strategy import WorkerTraffic
 from manyhands.wire.names import has_known_size
 
-__all__ = ["sent_in_round"]
-
 
 def sent_in_round(strategy: Federated, traced: TracedModel, workers: int) -> list[WorkerTraffic] | None:
     """None for secure sums, private rounds, rounds in which some may not report, clients with data of their own,

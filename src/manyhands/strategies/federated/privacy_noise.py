@@ -27,20 +27,6 @@ from manyhands.data.randomness import mix
 from manyhands.errors import UserError
 from manyhands.strategies.federated.client_updates import Tensors
 
-__all__ = [
-    "LEAST_STEPS",
-    "TAIL",
-    "ClipRule",
-    "RoundNoise",
-    "UniformDraws",
-    "add_gaussian",
-    "clipped",
-    "discrete_gaussian",
-    "next_bound",
-    "seeded_draws",
-    "system_draws",
-]
-
 UniformDraws = Callable[
     [int], NDArray[np.float64]
 ]  # so many independent uniform numbers, above 0 and up to 1

@@ -31,19 +31,6 @@ from manyhands.strategies.federated.secure.fixedpoint import FixedPoint
 from manyhands.strategies.federated.secure.secure_messages import fewest_clients
 from manyhands.strategy import check_choice
 
-__all__ = [
-    "CLIENTS",
-    "FIXED",
-    "SERVER",
-    "SYSTEM",
-    "PrivacyTerms",
-    "PrivateRounds",
-    "RoundKind",
-    "Spending",
-    "need_accountant",
-    "spoiled_buffer",
-]
-
 _ENDLESS: Final = 1 << 40
 
 

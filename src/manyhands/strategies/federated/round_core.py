@@ -23,30 +23,6 @@ from manyhands.errors import DataError, UserError
 from manyhands.strategies.federated.client_data import selected
 from manyhands.strategies.federated.client_updates import check_norm_ratio, described_norms, rejected_by_norm
 
-__all__ = [
-    "AbandonRound",
-    "BeginRound",
-    "ClientGone",
-    "ClientsSeen",
-    "CloseRound",
-    "EndRounds",
-    "RefuseReport",
-    "ReportCame",
-    "RoundDecision",
-    "RoundEvent",
-    "RoundFailed",
-    "RoundPhase",
-    "RoundState",
-    "RoundTerms",
-    "ServerResumed",
-    "SumCame",
-    "TakeReport",
-    "TimePassed",
-    "as_json",
-    "handle",
-    "state_of",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClientsSeen:

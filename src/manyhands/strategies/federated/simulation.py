@@ -50,17 +50,6 @@ from manyhands.strategies.federated.stacked import ITEM_BY_ITEM, StackedGradient
 from manyhands.strategies.federated.strategy import ALL, AUTO, FINE_TUNE, Federated, tuning_epochs
 from manyhands.task import Task
 
-__all__ = [
-    "ClientRunner",
-    "ClientSimulation",
-    "SimulatedCourse",
-    "SimulatedRounds",
-    "Tuned",
-    "client_runner_for",
-    "simulated_rounds",
-    "tuned",
-]
-
 _DROPPING: Final = 21
 _ENDLESS: Final = 1 << 53  # rounds: how many there are, the training loop says
 _LONG_S: Final = 1e6  # a deadline that no client misses; a typical one takes a second

@@ -29,8 +29,6 @@ from manyhands.strategies.federated.client_updates import ClientAssignment, Clie
 from manyhands.strategies.federated.clients import LocalWork, batches, plain_products
 from manyhands.task import Task
 
-__all__ = ["ITEM_BY_ITEM", "StackedGradients", "StackedTrainer"]
-
 Indices = NDArray[np.int64]
 Found = tuple[list[Tensor], Tensor]  # gradients, and losses
 Correct = Callable[[int, Tensors, Tensors], None]

@@ -37,8 +37,6 @@ from manyhands.strategy import (
 )
 from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, has_feedback
 
-__all__ = ["ALL", "AUTO", "FINE_TUNE", "Federated", "tuning_epochs"]
-
 ALL = 0
 """The batch that is all of a client's samples."""
 AUTO = 0

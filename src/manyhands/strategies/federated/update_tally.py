@@ -33,8 +33,6 @@ from manyhands.strategies.federated.secure.secure_messages import SecureTerms
 from manyhands.strategies.federated.secure.secure_protocol import SecureStage
 from manyhands.strategies.federated.strategy import Federated
 
-__all__ = ["PlainTally", "SecureTally", "hash_of", "private_sum", "tally_for"]
-
 Total = Callable[[Tensor], Tensor]  # collective: the sum of a flat float64 tensor over the workers
 
 

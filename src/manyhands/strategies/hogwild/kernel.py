@@ -9,8 +9,6 @@ from manyhands.engine.training import Result, Stage, Training
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.strategy import Strategy
 
-__all__ = ["HogwildKernels"]
-
 
 class HogwildKernels(Training):
     """Runs threads or processes of this host, as the strategy's `hands` says."""

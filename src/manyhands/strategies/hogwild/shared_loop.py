@@ -25,8 +25,6 @@ from manyhands.strategies.hogwild.shared_model import SharedStepper
 from manyhands.strategies.hogwild.strategy import Hogwild
 from manyhands.strategy import Strategy
 
-__all__ = ["SharedLoop"]
-
 _NO_END: Final = 1 << 50  # a loop of the user's own has as many steps as it takes
 
 

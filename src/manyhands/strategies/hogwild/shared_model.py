@@ -28,8 +28,6 @@ from manyhands.strategies.ps.live.worker_tables import WorkerTables
 from manyhands.strategies.ps.shard_layout import FlatLayout, Table
 from manyhands.task import RowsOf
 
-__all__ = ["SharedModel", "SharedStateSlot", "SharedStepper"]
-
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SharedStateSlot:

@@ -29,8 +29,6 @@ from manyhands.strategy import (
     silent,
 )
 
-__all__ = ["Hogwild"]
-
 _ORDERS = ("free", "locked", "turns")
 _HANDS = ("auto", "threads", "processes")
 

@@ -40,8 +40,6 @@ from manyhands.places.local.status import State
 from manyhands.strategies.hogwild.shared_model import SharedStepper
 from manyhands.strategies.hogwild.strategy import Hogwild
 
-__all__ = ["HogwildTrainer", "HogwildTraining"]
-
 _CONTROL_BYTES = Order.NUM_BYTES + Counter.NUM_BYTES
 _SMALLEST_TOTALS = 64
 

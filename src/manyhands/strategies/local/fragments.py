@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-__all__ = ["FragmentPlan", "cut"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FragmentPlan:

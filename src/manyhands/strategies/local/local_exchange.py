@@ -52,8 +52,6 @@ from manyhands.wire.names import rounds_hops
 from manyhands.wire.parcels import Parcel
 from manyhands.wire.tap import GradientTap
 
-__all__ = ["Gossip", "LocalExchange", "Replica", "launched_by_average", "partner"]
-
 _STOP, _FLAGS = 0, 1
 
 

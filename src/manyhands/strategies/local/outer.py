@@ -19,8 +19,6 @@ from manyhands.errors import UserError, nearest
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["MEAN", "OUTER", "Elastic", "Mean", "Mixed", "Nesterov", "OuterStep", "outer_step"]
-
 MEAN: Final = "mean"
 
 

@@ -18,8 +18,6 @@ from manyhands.strategy import WorkerTraffic, silent
 from manyhands.wire.flat_layout import trainable
 from manyhands.wire.names import has_known_size
 
-__all__ = ["sent_in_step"]
-
 
 def sent_in_step(strategy: Local, traced: TracedModel, workers: int) -> list[WorkerTraffic] | None:
     """None for codecs whose size depends on values; the `first` steps, with an average each, do not count."""

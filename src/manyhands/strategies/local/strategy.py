@@ -33,8 +33,6 @@ from manyhands.strategy import (
 )
 from manyhands.wire.names import RAW, auto_error, check_codec, codec_setting, feedback_setting, rounds_hops
 
-__all__ = ["Local"]
-
 
 def _read_steps(text: str) -> float:
     if text == "inf":

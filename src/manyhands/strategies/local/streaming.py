@@ -22,8 +22,6 @@ from manyhands.strategies.local.local_exchange import LocalExchange, Replica
 from manyhands.strategies.local.outer import Mixed
 from manyhands.wire.codec import as_memory
 
-__all__ = ["StreamedExchange"]
-
 _WINDOWS = "windows"
 
 

@@ -17,8 +17,6 @@ from manyhands.strategies.local.strategy import Local
 from manyhands.strategies.local.streaming import StreamedExchange
 from manyhands.transport.link.interface import Link
 
-__all__ = ["LocalTraining"]
-
 
 class LocalTraining(ExchangeTraining):
     """Every worker holds the model, and a separate optimizer state until the next average."""

@@ -17,8 +17,6 @@ from typing import TypeAlias
 from manyhands.errors import UserError, format_bytes
 from manyhands.strategy import enough
 
-__all__ = ["LayerCost", "PartBytes", "balanced", "check_cuts", "part_bytes", "parts_of", "planned"]
-
 Cuts: TypeAlias = tuple[int, ...]
 PartBytes: TypeAlias = Callable[[int, int, int], int]
 """(number of the part, its first layer, the layer after its last) -> bytes that its worker needs for it."""

@@ -22,8 +22,6 @@ from manyhands.engine.chain import ChainCall, names_taken
 from manyhands.engine.computing import Computer
 from manyhands.errors import UserError
 
-__all__ = ["ChainEnds", "MeasureEnds", "NamesGiven", "StandIn", "TrainingEnds", "call_of"]
-
 _NOT_HERE: Final = (
     *("parameters", "buffers", "modules", "children", "state_dict", "load_state_dict", "get_parameter"),
     *("named_parameters", "named_buffers", "named_modules", "named_children", "get_submodule"),

@@ -42,15 +42,6 @@ from manyhands.strategies.tensor.exchange import GridExchange
 from manyhands.strategies.tensor.slicing import check_plan, slice_modules
 from manyhands.strategies.tensor.slicing_plan import Slicing, find_plan
 
-__all__ = [
-    "Holding",
-    "PipelineExchange",
-    "check_model",
-    "holding_of",
-    "layer_costs",
-    "require_own_statistics",
-]
-
 Chain = Sequence[nn.Module]
 _TIED: Final = 0x100  # message kinds from here on, one per group of stages that share weights
 _MOST_EVALUATIONS: Final = 1 << 16

@@ -25,8 +25,6 @@ from manyhands.strategies.pipeline.ends import NamesGiven, StandIn, call_of
 from manyhands.strategies.pipeline.exchange import PipelineExchange, check_model
 from manyhands.strategies.pipeline.strategy import Pipeline
 
-__all__ = ["PipelineLoop"]
-
 _WHAT = "the loss given to group.step"
 _LOSS = -1  # the place of a module that seeds what the loss draws
 

@@ -19,16 +19,6 @@ from manyhands.strategies.tensor.played_slices import each_slice, like_slices
 from manyhands.strategies.tensor.slicing import slice_modules
 from manyhands.strategies.tensor.slicing_plan import Slicing, find_plan
 
-__all__ = [
-    "Cuts",
-    "PlayedChain",
-    "is_chain",
-    "output_bytes",
-    "places_of_parameters",
-    "places_of_units",
-    "play_chain",
-]
-
 Cuts = tuple[int, ...]
 _SAMPLES = 8  # by which sizes for each sample are found
 

@@ -23,8 +23,6 @@ from manyhands.strategies.pipeline.strategy import Pipeline
 from manyhands.strategies.tensor.played_slices import sent_by_all
 from manyhands.strategy import WorkerTraffic, silent
 
-__all__ = ["sent_in_step"]
-
 
 def sent_in_step(strategy: Pipeline, traced: TracedModel, workers: int) -> list[WorkerTraffic] | None:
     """None for cuts that will be measured, unless all layers hand on as much; and of sliced stages, for those that

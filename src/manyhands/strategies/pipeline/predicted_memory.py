@@ -22,8 +22,6 @@ from manyhands.strategies.pipeline.schedule_cost import most_held
 from manyhands.strategies.pipeline.schedules import Schedule
 from manyhands.strategy import WorkerMemory
 
-__all__ = ["cuts_by_work", "needs_of_stages"]
-
 
 def cuts_by_work(traced: TracedModel, parts: int, samples: int) -> tuple[int, ...] | None:
     """Where parts have about the same number of operations; None for what is no chain, or one that is too short."""

@@ -16,8 +16,6 @@ from manyhands.strategies.pipeline.played_chain import is_chain, output_bytes, p
 from manyhands.strategies.pipeline.schedule_cost import cost
 from manyhands.strategies.pipeline.schedules import PartTimes, Schedule
 
-__all__ = ["predicted_cuts", "predicted_parts"]
-
 
 @dataclass(frozen=True, slots=True)
 class TimedChain:

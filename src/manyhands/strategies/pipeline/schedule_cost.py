@@ -34,8 +34,6 @@ from manyhands.errors import UserError
 from manyhands.strategies.common.collectives.schedule import ScheduleError
 from manyhands.strategies.pipeline.schedules import MOST_HELD, PartTimes, Pass, Schedule, StageWork, play
 
-__all__ = ["Boundary", "PipelineCost", "check", "cost", "equal_times", "most_held"]
-
 
 def check(schedule: Schedule, most_held: Callable[[Schedule, int], int] | None = None) -> None:
     """Return if the schedule is right, else raise ScheduleError with a sentence that names the work item.

@@ -22,8 +22,6 @@ from manyhands.strategies.pipeline.schedule_cost import Boundary, PipelineCost
 from manyhands.strategies.pipeline.schedules import SCHEDULES, Pass, Schedule, StageWork
 from manyhands.strategies.pipeline.strategy import Pipeline
 
-__all__ = ["LETTERS", "as_svg", "as_text", "costs_text", "heading", "strategy_svg"]
-
 LETTERS: Final = {Pass.FORWARD: "F", Pass.BACKWARD: "B", Pass.WEIGHTS: "W"}
 """The letter of a work item in a drawing, before the number of its micro-batch."""
 

@@ -16,11 +16,6 @@ from typing import TypeAlias
 from manyhands.errors import UserError
 from manyhands.strategies.common.collectives.schedule import ScheduleError
 
-__all__ = [
-    *("MOST_HELD", "SCHEDULES", "PartTimes", "Pass", "Schedule", "StageWork"),
-    *("gpipe", "interleaved", "naive", "one_forward_one_backward", "play", "wavefront"),
-]
-
 
 @unique
 class Pass(Enum):

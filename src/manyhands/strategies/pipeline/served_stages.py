@@ -15,8 +15,6 @@ from manyhands.strategies.pipeline.cuts import LayerCost, check_cuts, parts_of, 
 from manyhands.strategies.pipeline.strategy import Pipeline
 from manyhands.strategy import Strategy
 
-__all__ = ["ServedStages"]
-
 
 class ServedStages(ServedParts):
     """Stages of a chain, one process each."""

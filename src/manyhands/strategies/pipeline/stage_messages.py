@@ -27,8 +27,6 @@ from manyhands.strategies.common.collectives.mailbox import LinkMessage, Mailbox
 from manyhands.strategies.pipeline.schedules import Schedule, StageWork
 from manyhands.transport.link.interface import Link, Message
 
-__all__ = ["ChainPart", "Flow", "Passed", "StageBorders", "StageMessages"]
-
 Links = Mapping[int, Link]
 _MOST_MICROBATCHES: Final = 1 << 16
 

@@ -28,8 +28,6 @@ from manyhands.strategies.pipeline.ends import ChainEnds
 from manyhands.strategies.pipeline.schedules import Pass, StageWork
 from manyhands.strategies.pipeline.stage_messages import ChainPart, StageBorders
 
-__all__ = ["PipelineStage", "WaveStage", "check_over_time"]
-
 
 class PutOff:
     """One micro-batch's backward of one part, from `root` and its gradient (None: `root` is a scalar, gradient 1).

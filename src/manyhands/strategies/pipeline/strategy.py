@@ -38,8 +38,6 @@ from manyhands.strategy import (
     switch_setting,
 )
 
-__all__ = ["Pipeline"]
-
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(integer(number) for number in text.split(","))

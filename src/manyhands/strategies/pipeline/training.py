@@ -22,8 +22,6 @@ from manyhands.strategies.pipeline.strategy import Pipeline
 from manyhands.strategies.tensor.moves import sum_layer_traffic
 from manyhands.task import Task
 
-__all__ = ["PipelineTraining"]
-
 _GIVEN_GRADIENTS = ("torch.fx.experimental.symbolic_shapes",)
 """Modules that torch imports (and sympy with them) at the first backward that starts from a given gradient.
 

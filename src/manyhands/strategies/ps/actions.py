@@ -15,20 +15,6 @@ from typing import NamedTuple
 from manyhands.strategies.ps.log_rows import Row, StepRow
 from manyhands.strategies.ps.ps_messages import Message
 
-__all__ = [
-    "Ack",
-    "Action",
-    "Adopt",
-    "Apply",
-    "Discard",
-    "Drop",
-    "Keep",
-    "Load",
-    "Log",
-    "Outcome",
-    "SendMessage",
-]
-
 
 class SendMessage(NamedTuple):
     """Send a message to a member, with its payload if it has one.

@@ -33,8 +33,6 @@ from manyhands.strategies.ps.log_rows import (
 )
 from manyhands.strategies.ps.ps_messages import LEAD
 
-__all__ = ["Fate", "ShardAuditor", "ShardSummary", "Violation"]
-
 _ALL = 2**62
 
 

@@ -54,11 +54,6 @@ from manyhands.strategies.ps.ps_messages import (
     WorkKind,
 )
 
-__all__ = [
-    *("ClientAction", "ClientCore", "Compute", "Flush", "Leave", "Pool", "Reason", "Wait"),
-    "round_of_shards",
-]
-
 _UNKNOWN = Work(kind=WorkKind.UNKNOWN)
 _LEAVES = (WorkKind.FINISHED, WorkKind.RETIRED)
 

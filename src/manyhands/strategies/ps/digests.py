@@ -15,8 +15,6 @@ from manyhands.strategies.common.tables.row_tables import RowGradient
 from manyhands.strategies.ps.shard_layout import FlatLayout, ShardRange
 from manyhands.strategies.ps.shard_store import ShardStore
 
-__all__ = ["gradient_hash", "layout_digest", "shard_digest"]
-
 
 def gradient_hash(
     present: Tensor, gradient: ShardRange, rows: Mapping[str, RowGradient] | None = None

@@ -28,11 +28,6 @@ from typing import NamedTuple
 from manyhands.strategies.ps.client_core import Compute
 from manyhands.strategies.ps.ps_messages import HostPush, Push
 
-__all__ = [
-    *("Alone", "Begin", "Carried", "Carry", "Confirm", "Expects", "Fetched", "GroupAction", "GroupMessage"),
-    *("HostGroup", "Offer", "PushAlone", "ReadAgain", "SumSent", "Tell"),
-]
-
 # ── what workers of a host tell each other ────────────────────────────────────────────────────────────────────────────
 
 

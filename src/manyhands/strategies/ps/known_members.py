@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 from manyhands.strategies.ps.ps_messages import View
 
-__all__ = ["NOBODY", "KnownMembers"]
-
 NOBODY = (0, 0)
 """The epoch and member of a server that was not heard of yet."""
 

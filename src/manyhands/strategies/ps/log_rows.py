@@ -15,21 +15,6 @@ from typing import Any, NamedTuple, TypeVar
 from manyhands.data.batches import MAX_SEED
 from manyhands.errors import DataError
 
-__all__ = [
-    "LateRow",
-    "LostRow",
-    "RestoredRow",
-    "Row",
-    "SkippedRow",
-    "SlotsRow",
-    "StepRow",
-    "UpdateRow",
-    "checked",
-    "parse_record",
-    "row_from_json",
-    "row_to_json",
-]
-
 
 class UpdateRow(NamedTuple):
     """One update within a step."""

@@ -9,8 +9,6 @@ from manyhands.strategies.ps.log_rows import Row, SkippedRow
 from manyhands.strategies.ps.replay_order import ReplayImpossible, ReplayOrder
 from manyhands.strategies.ps.update_files import ComputedRow
 
-__all__ = ["LoopTurn", "loop_turns"]
-
 
 class LoopTurn(NamedTuple):
     """A batch that was a worker's, and what came of it."""

@@ -16,21 +16,6 @@ from manyhands.strategies.common.membership import (
 from manyhands.strategies.ps.client_core import Reason
 from manyhands.strategies.ps.ps_messages import Concluded, Installed, View
 
-__all__ = [
-    "Assign",
-    "Left",
-    "Over",
-    "Progressed",
-    "PsAction",
-    "PsEvent",
-    "Publish",
-    "Recovered",
-    "Rejoin",
-    "ShardLost",
-    "SlotFinished",
-    "StartServer",
-]
-
 # ── events ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

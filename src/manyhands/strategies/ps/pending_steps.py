@@ -20,9 +20,6 @@ from manyhands.strategies.ps.log_rows import LateRow, LostRow, SkippedRow, StepR
 from manyhands.strategies.ps.ps_messages import LEAD, Push, Update
 from manyhands.strategies.ps.slots import SlotRecord, SlotTable
 
-__all__ = ["Change", "Decision", "Decisions", "ShardConfig", "Steps"]
-
-
 _NEVER = 2**62
 
 

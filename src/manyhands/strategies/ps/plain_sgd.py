@@ -21,8 +21,6 @@ from manyhands.native.atomics import array_at
 from manyhands.native.decorators import njit
 from manyhands.strategies.ps.shard_layout import ShardRange
 
-__all__ = ["NextValues", "PlainSgd", "is_hooked"]
-
 _MOST_BYTES = 1 << 20  # from here on torch's threads are worth their calls
 _SETTINGS = ("momentum", "weight_decay", "nesterov", "maximize", "differentiable", "foreach", "fused")
 _ITEM_BYTES = 4

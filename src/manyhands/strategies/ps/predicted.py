@@ -10,8 +10,6 @@ from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategy import WorkerTraffic
 from manyhands.wire.names import has_known_size
 
-__all__ = ["sent_in_step"]
-
 
 def sent_in_step(strategy: Ps, traced: TracedModel, workers: int) -> list[WorkerTraffic] | None:
     """None for tables, backup workers, whose late pushes may be left out, and codecs whose size depends on values.

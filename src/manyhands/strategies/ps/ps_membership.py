@@ -58,8 +58,6 @@ from manyhands.strategies.ps.member_events import (
 )
 from manyhands.strategies.ps.ps_messages import Concluded, Installed, ShardView, SlotView, Update, View
 
-__all__ = ["MembershipPlan", "PsMembership"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipPlan:

@@ -23,47 +23,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-__all__ = [
-    "LAUNCHER",
-    "LEAD",
-    "Assigned",
-    "Chosen",
-    "ChosenKept",
-    "Closing",
-    "Concluded",
-    "CopyShard",
-    "Entry",
-    "Fenced",
-    "Forward",
-    "Forwarded",
-    "Generation",
-    "Hello",
-    "HostPush",
-    "Install",
-    "Installed",
-    "Message",
-    "NotPrimary",
-    "Parameters",
-    "Push",
-    "Read",
-    "ReadRows",
-    "Refused",
-    "RowValues",
-    "RowsUnknown",
-    "SendAlone",
-    "ShardView",
-    "SlotView",
-    "SlotsChanged",
-    "Update",
-    "UpdatesLost",
-    "ValuesAhead",
-    "View",
-    "Welcome",
-    "Work",
-    "WorkKind",
-    "Yield",
-]
-
 LAUNCHER = 0
 """The launcher's number; members count from 1."""
 

@@ -20,18 +20,6 @@ from manyhands.errors import ManyhandsError, UserError, num_of
 from manyhands.strategies.ps.log_rows import RestoredRow, Row, StepRow, UpdateRow
 from manyhands.strategies.ps.update_files import ComputedRow
 
-__all__ = [
-    "Forget",
-    "ReplayAction",
-    "ReplayApply",
-    "ReplayCompute",
-    "ReplayImpossible",
-    "ReplayKeep",
-    "ReplayOrder",
-    "num_batches",
-    "steps_of",
-]
-
 Name = tuple[int, int, int]  # (slot, clock, member) of an update
 
 

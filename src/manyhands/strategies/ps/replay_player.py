@@ -41,8 +41,6 @@ from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategies.ps.update_files import ComputedRow, RunRecord
 from manyhands.task import Task
 
-__all__ = ["Difference", "Player", "ProcessBuffers", "ReplayStage"]
-
 
 class Difference(NamedTuple):
     """Where a replay departs from the recorded run."""

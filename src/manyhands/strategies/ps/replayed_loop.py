@@ -44,8 +44,6 @@ from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategies.ps.update_files import ShardLogs, read_computed, read_logs
 from manyhands.strategy import Strategy
 
-__all__ = ["ReplayedLoop", "recorded_order"]
-
 _CHANGED = "are the script, its arguments and its data what they were?"
 
 

@@ -38,8 +38,6 @@ from manyhands.strategies.ps.ps_messages import (
 from manyhands.strategies.ps.slots import SlotRecord, SlotTable
 from manyhands.strategies.ps.work_plan import WorkPlan
 
-__all__ = ["ShardCore"]
-
 
 class ShardCore:
     """The replicated state of one shard.

@@ -33,9 +33,6 @@ from manyhands.strategies.common.sharding.sliced_optimizer import MergedState, P
 from manyhands.strategies.common.tables.row_tables import Placement, place, require_lazy
 from manyhands.wire.flat_layout import LINE_BYTES, least_loaded, side_by_side, trainable
 
-__all__ = ["Entry", "FlatLayout", "ShardRange", "ShardState", "Table", "merge", "split"]
-
-
 _TABLE_DTYPES = (torch.float32, torch.float64)
 
 

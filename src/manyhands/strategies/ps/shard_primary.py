@@ -48,9 +48,6 @@ from manyhands.strategies.ps.shard_core import ShardCore
 from manyhands.strategies.ps.unconfirmed import Unconfirmed
 from manyhands.strategies.ps.work_plan import Hold
 
-__all__ = ["ShardPrimary"]
-
-
 _NO_READ = (-1, 0, False)
 
 

@@ -40,8 +40,6 @@ from manyhands.strategies.ps.ps_messages import (
 from manyhands.strategies.ps.shard_core import ShardCore
 from manyhands.strategies.ps.shard_primary import ShardPrimary
 
-__all__ = ["ReplicaRole", "ServerCore", "ShardReplica"]
-
 _OF_WORKERS = (Push, HostPush, Read, ReadRows, Hello)
 _OF_A_SHARD = (*_OF_WORKERS, Forward, Forwarded, Chosen, Yield)
 

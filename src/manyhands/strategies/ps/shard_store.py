@@ -22,8 +22,6 @@ from manyhands.strategies.common.tables.row_tables import RowGradient, RowTable
 from manyhands.strategies.ps.plain_sgd import NextValues, PlainSgd, is_hooked
 from manyhands.strategies.ps.shard_layout import FlatLayout, ShardRange, ShardState, Table
 
-__all__ = ["Averaging", "Contribution", "ShardStore", "add_up", "byte_view"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Averaging:

@@ -12,8 +12,6 @@ from typing import Any
 
 from manyhands.strategies.ps.ps_messages import Generation
 
-__all__ = ["SlotRecord", "SlotTable"]
-
 _NEVER = 2**62
 _RECENT = 3  # a worker is at most two updates ahead at one shard of what another lacks
 

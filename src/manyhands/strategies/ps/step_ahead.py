@@ -16,8 +16,6 @@ from typing import NamedTuple
 
 from manyhands.strategies.ps.ps_messages import HostPush, Push
 
-__all__ = ["Span", "StepAhead"]
-
 
 class Span(NamedTuple):
     """Bytes of a shard's range that the gradients of all these pushes have, and that were not returned before."""

@@ -36,8 +36,6 @@ from manyhands.strategy import (
 )
 from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, rounds_hops, votes
 
-__all__ = ["Ps"]
-
 _PUSHED = ("gradients", "parameters")
 _KEYS = ("named", "listed")
 FILTERED = Promise(

@@ -54,8 +54,6 @@ from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategies.ps.update_files import clear_records
 from manyhands.task import Task
 
-__all__ = ["PsTraining", "onto_shards"]
-
 
 class PsTraining(Training):
     """Training on parameter servers; resumes from the shards' snapshots, and also leaves a regular checkpoint."""

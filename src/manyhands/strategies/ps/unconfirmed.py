@@ -19,8 +19,6 @@ from __future__ import annotations
 
 from manyhands.strategies.ps.ps_messages import HostPush, Push
 
-__all__ = ["Unconfirmed"]
-
 
 class Unconfirmed:
     """The unconfirmed pushes of one shard; without `needed` a push is never held."""

@@ -29,26 +29,6 @@ from manyhands.data.store.atomic import (
 from manyhands.errors import DataError, UserError
 from manyhands.strategies.ps.log_rows import Row, checked, parse_record, row_from_json, row_to_json
 
-__all__ = [
-    "ComputedRow",
-    "RecordMark",
-    "Recorder",
-    "RunRecord",
-    "ShardLogs",
-    "ShardRecorder",
-    "clear_records",
-    "is_record",
-    "read_computed",
-    "read_logs",
-    "read_record",
-    "record_files",
-    "record_mark",
-    "record_of",
-    "record_rows",
-    "take_record",
-    "write_record",
-]
-
 _FOLDER, _RECORD = "updates", "run.json"
 _FORMAT, _VERSION = "manyhands updates", 1
 _SHARD = re.compile(r"shard-(\d+)\.member-(\d+)\.jsonl")

@@ -13,8 +13,6 @@ from manyhands.strategies.ps.pending_steps import Decisions, ShardConfig, Steps
 from manyhands.strategies.ps.ps_messages import Assigned, Push, Update, Work, WorkKind
 from manyhands.strategies.ps.slots import SlotRecord, SlotTable
 
-__all__ = ["Hold", "WorkPlan"]
-
 _TRAIN = WorkKind.TRAIN
 _UNKNOWN = Work(WorkKind.UNKNOWN)
 

@@ -48,18 +48,6 @@ from manyhands.strategies.sharded.strategy import Sharded
 from manyhands.transport.link.wire import Wire
 from manyhands.wire.tap import GradientTap, put
 
-__all__ = [
-    "WORDS_OF_REQUEST",
-    "Grant",
-    "KeptPieces",
-    "ShardedExchange",
-    "UnitRequest",
-    "UnitRounds",
-    "Want",
-    "grant",
-    "status_items",
-]
-
 _KIND = 0x5A3  # of this strategy's messages
 _LOSS, _STOP, _FLAGS = 0, 1, 2
 

@@ -20,8 +20,6 @@ from manyhands.strategies.sharded.strategy import Sharded
 from manyhands.strategy import WorkerTraffic, silent
 from manyhands.wire.tap import GradientTap
 
-__all__ = ["sent_in_step"]
-
 
 def sent_in_step(strategy: Sharded, traced: TracedModel, workers: int) -> list[WorkerTraffic]:
     if workers == 1:

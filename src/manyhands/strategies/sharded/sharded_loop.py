@@ -20,8 +20,6 @@ from manyhands.errors import UserError
 from manyhands.strategies.common.sharding.layer_units import Action, LentMemory
 from manyhands.strategies.sharded.exchange import ShardedExchange
 
-__all__ = ["ShardedLoop"]
-
 
 class ShardedLoop(ShardedExchange):
     """One worker's end; the loop's backwards are found by the gradients that come."""

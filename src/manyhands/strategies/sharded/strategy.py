@@ -25,8 +25,6 @@ from manyhands.strategy import (
     link_setting,
 )
 
-__all__ = ["Sharded"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Sharded(Strategy):

@@ -8,8 +8,6 @@ from manyhands.strategies.sharded.exchange import ShardedExchange
 from manyhands.strategies.sharded.sharded_loop import ShardedLoop
 from manyhands.strategies.sharded.strategy import Sharded
 
-__all__ = ["ShardedTraining"]
-
 
 class ShardedTraining(ExchangeTraining):
     """Each worker keeps and updates its pieces of every layer."""

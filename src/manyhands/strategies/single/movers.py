@@ -17,8 +17,6 @@ from torch import Tensor
 
 from manyhands.native.segment import ask_for_large_pages
 
-__all__ = ["HOST", "Move", "Mover", "StreamMover", "ThreadMover", "mapped_file"]
-
 HOST = "host"
 Pair: TypeAlias = tuple[Tensor, Tensor]  # source and target of a copy
 

@@ -33,8 +33,6 @@ from manyhands.strategies.single.movers import HOST, Move, Mover, StreamMover, T
 from manyhands.strategies.single.strategy import Single, UnitBytes, plan_budget
 from manyhands.wire.tap import GradientTap
 
-__all__ = ["OffloadExchange", "OffloadedTensors"]
-
 _SMALLEST_MOVED = 1 << 12  # bytes of a saved tensor that is worth moving
 
 

@@ -32,8 +32,6 @@ from manyhands.strategy import (
     silent,
 )
 
-__all__ = ["Budget", "Single", "UnitBytes", "plan_budget"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Single(Strategy):

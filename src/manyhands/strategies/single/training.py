@@ -15,8 +15,6 @@ from manyhands.places.local.status import State
 from manyhands.strategies.single.offload import OffloadExchange
 from manyhands.strategies.single.strategy import Single
 
-__all__ = ["SingleTraining"]
-
 
 class SingleTraining(Training):
     """Trains in the caller's process; starts no process and shares nothing."""

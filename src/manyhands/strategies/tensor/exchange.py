@@ -37,8 +37,6 @@ from manyhands.strategies.tensor.slicing import Sliced, slice_modules
 from manyhands.strategies.tensor.strategy import Tensor
 from manyhands.transport.link.interface import Link
 
-__all__ = ["GridExchange", "TensorExchange"]
-
 _ALL, _REPLICAS, _SLICES = 0x60, 0x61, 0x62
 """Message kinds that keep the traffic of the groups apart, since they share links."""
 

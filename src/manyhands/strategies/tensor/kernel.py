@@ -7,8 +7,6 @@ from manyhands.engine.kernel_task import KernelStep, KernelTask
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.strategy import Strategy
 
-__all__ = ["TensorKernels"]
-
 
 class TensorKernels(KernelProcesses):
     """Worker processes that execute every compiled step together."""

@@ -20,8 +20,6 @@ from manyhands.errors import UserError
 from manyhands.native.dtypes import HALVES
 from manyhands.strategies.tensor.moves import Port, gathered
 
-__all__ = ["LazyWhole", "as_whole"]
-
 _ABOUT = (
     *("shape", "dtype", "device", "ndim", "layout"),
     *("is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_nested"),

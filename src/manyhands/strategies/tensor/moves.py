@@ -27,11 +27,6 @@ from torch.autograd.function import once_differentiable
 from manyhands.engine.exchange import Traffic
 from manyhands.strategies.common.grid.grid_group import LinkGroup
 
-__all__ = [
-    *("LayerTraffic", "Port", "SliceState", "copied", "gathered", "layer_traffic", "scattered"),
-    *("sum_layer_traffic", "summed"),
-]
-
 
 @dataclass(slots=True, kw_only=True)
 class LayerTraffic:

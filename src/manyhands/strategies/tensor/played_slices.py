@@ -21,18 +21,6 @@ from manyhands.strategies.tensor.sliced_layers import SlicedModule
 from manyhands.strategies.tensor.slicing import slice_modules
 from manyhands.strategies.tensor.slicing_plan import Plan, SliceKind
 
-__all__ = [
-    "PlayedSlice",
-    "each_slice",
-    "held_in_slices",
-    "held_shares",
-    "like_slices",
-    "moved_in_pieces",
-    "piece_of",
-    "played",
-    "sent_by_all",
-]
-
 
 class Played(Protocol):
     """One slice of a model after a forward and a backward."""

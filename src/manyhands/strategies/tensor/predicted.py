@@ -13,8 +13,6 @@ from manyhands.strategies.tensor.played_slices import moved_in_pieces, piece_of,
 from manyhands.strategies.tensor.strategy import Tensor
 from manyhands.strategy import WorkerTraffic, silent
 
-__all__ = ["sent_in_step"]
-
 
 def sent_in_step(strategy: Tensor, traced: TracedModel, workers: int) -> list[WorkerTraffic]:
     if workers == 1:

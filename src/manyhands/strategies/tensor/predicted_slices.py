@@ -9,8 +9,6 @@ from manyhands.strategies.common.grid.grid_layout import Grid
 from manyhands.strategies.common.step_times import in_groups_s
 from manyhands.strategies.tensor.played_slices import held_shares, moved_in_pieces
 
-__all__ = ["predicted_slices"]
-
 
 def predicted_slices(profile: TaskProfile, machines: Machines, grid: Grid) -> PredictedStep:
     """A slice waits for the others wherever a layer ends whole, so nothing of that hides behind computing.

@@ -17,8 +17,6 @@ from manyhands.strategies.tensor.strategy import Tensor as TensorStrategy
 from manyhands.strategy import Strategy
 from manyhands.transport.link.interface import Link
 
-__all__ = ["ServedSlices"]
-
 _KIND = 0x68  # of messages between slices
 _TIMEOUT_S = 30.0
 

@@ -30,8 +30,6 @@ from manyhands.strategies.tensor.moves import Port, copied, gathered, scattered,
 from manyhands.strategies.tensor.sliced_layers import SlicedModule, along, whole_attribute
 from manyhands.strategies.tensor.slicing_plan import SliceKind, Slicing, parts_of
 
-__all__ = ["KINDS", "why_not"]
-
 
 class OutputChannels(SlicedModule, _ConvNd):
     """Convolution that computes some of the output channels from the whole input."""

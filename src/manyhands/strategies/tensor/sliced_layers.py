@@ -20,11 +20,6 @@ from manyhands.strategies.tensor.lazy_tensor import LazyWhole, as_whole
 from manyhands.strategies.tensor.moves import Port, copied, gathered, summed
 from manyhands.strategies.tensor.slicing_plan import SliceKind, Slicing, parts_of
 
-__all__ = [
-    *("ColumnLinear", "HeadsAttention", "LayerSlice", "RowLinear", "SlicedModule", "VocabularyEmbedding"),
-    *("VocabularyLinear", "along", "whole_attribute"),
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSlice:

@@ -16,8 +16,6 @@ from manyhands.strategies.tensor.sliced_images import KINDS, why_not
 from manyhands.strategies.tensor.sliced_layers import LayerSlice, SlicedModule
 from manyhands.strategies.tensor.slicing_plan import Plan, SliceKind, Slicing, find_plan
 
-__all__ = ["Sliced", "check_plan", "slice_modules"]
-
 
 def sliced_class(name: str, module: nn.Module, how: Slicing) -> type[SlicedModule]:
     """The class that slices `module` as `how` says; UserError where its type or its settings rule that out."""

@@ -36,8 +36,6 @@ from manyhands.data.batches import split
 from manyhands.engine.chain import SaysChain
 from manyhands.errors import UserError, nearest
 
-__all__ = ["Plan", "SliceKind", "Slicing", "find_plan", "parts_of"]
-
 
 @unique
 class SliceKind(Enum):

@@ -29,8 +29,6 @@ from manyhands.strategy import (
     setting,
 )
 
-__all__ = ["Tensor"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor(Strategy):

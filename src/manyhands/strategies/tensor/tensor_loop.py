@@ -14,8 +14,6 @@ from manyhands.engine.exchange import CutModel, LocalStep, SharedStep
 from manyhands.strategies.common.grid.loop_gradients import LoopGradients
 from manyhands.strategies.tensor.exchange import TensorExchange
 
-__all__ = ["TensorLoop"]
-
 
 class TensorLoop(TensorExchange):
     """One worker's slice of one replica; every worker calls the model for the same batch of its replica."""

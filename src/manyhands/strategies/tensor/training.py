@@ -16,8 +16,6 @@ from manyhands.strategies.tensor.slicing import check_plan
 from manyhands.strategies.tensor.strategy import Tensor
 from manyhands.strategies.tensor.tensor_loop import TensorLoop
 
-__all__ = ["TensorTraining"]
-
 
 class TensorTraining(ExchangeTraining):
     """Training in which every worker holds a slice of every layer; a bad plan fails in the constructor."""

@@ -27,8 +27,6 @@ from manyhands.errors import UserError, printable
 from manyhands.transport.hub.hub_events import Rejected
 from manyhands.transport.security import Security, is_loopback
 
-__all__ = ["Dialer", "HubListener", "check_address", "dial", "origin", "same_user", "tune"]
-
 _SILENT_PLACES: Final = 256
 _SEALED_PLACES: Final = 256
 _GRACE_S: Final = 0.5  # for a first message, on its way already: its process may have to wait for a core

@@ -23,8 +23,6 @@ from manyhands.native.counters import load, store
 from manyhands.native.segment import CACHE_LINE, PAGE, Segment, round_up
 from manyhands.transport.messages import ProtocolError
 
-__all__ = ["ArenaReader", "Arenas"]
-
 _ALIGNMENT: Final = 64  # of every payload, as of numpy's and torch's allocations
 _ENDS: Final = 2
 _LEAST_BYTES: Final = _ENDS * PAGE + PAGE

@@ -34,8 +34,6 @@ from manyhands.transport.hub.handshake import BEFORE_HANDSHAKE, CONTROL, Handsha
 from manyhands.transport.messages import ProtocolError
 from manyhands.transport.tls import End, SecureSocket
 
-__all__ = ["Connection"]
-
 _PARTS_PER_CALL: Final = 512  # the kernel's limit is 1024
 Part = bytes | memoryview
 

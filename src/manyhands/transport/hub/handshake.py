@@ -32,22 +32,6 @@ from manyhands.native.version import __version__
 from manyhands.transport.frames import HEADER_BYTES, OF_TRANSPORT, Limits, decode_header, encode_header
 from manyhands.transport.messages import MessageCoder, ProtocolError
 
-__all__ = [
-    "BEFORE_HANDSHAKE",
-    "CONTROL",
-    "NO_PROOF",
-    "Credentials",
-    "Goodbye",
-    "Handshake",
-    "HandshakeHello",
-    "HandshakeRefused",
-    "Heartbeat",
-    "Proof",
-    "Refusal",
-    "ShareSegment",
-    "authenticate",
-]
-
 BEFORE_HANDSHAKE: Final = Limits(body_bytes=4096, payload_bytes=0)
 _SECRET_BYTES: Final = 32  # size of a nonce, and of an HMAC
 _Secret = Annotated[bytes, _SECRET_BYTES]

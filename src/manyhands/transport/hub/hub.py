@@ -30,8 +30,6 @@ from manyhands.transport.hub.reactor import Destination, Reactor
 from manyhands.transport.liveness import forget_in_children
 from manyhands.transport.messages import MessageCoder
 
-__all__ = ["Hub"]
-
 
 class Hub(Closeable):
     """All connections of one process; a context manager, `close` is idempotent."""

@@ -13,20 +13,6 @@ from manyhands.transport.hub.arenas import ArenaReader
 from manyhands.transport.liveness import LivenessTimes
 from manyhands.transport.security import Security
 
-__all__ = [
-    "Arrived",
-    "Arriving",
-    "Drained",
-    "HubEvent",
-    "Joined",
-    "Lost",
-    "Ready",
-    "Rejected",
-    "Settings",
-    "Shared",
-    "spin_for",
-]
-
 _SPIN_S: Final = 50e-6
 
 

@@ -49,8 +49,6 @@ from manyhands.transport.liveness import LivenessMonitor
 from manyhands.transport.messages import MessageCoder, ProtocolError
 from manyhands.transport.tls import TlsRefused
 
-__all__ = ["Destination", "Reactor"]
-
 _IN, _OUT = select.EPOLLIN, select.EPOLLOUT
 _DEFECT: Final = "a defect of this library, in an unauthenticated connection"
 _CROWDED: Final = "it was not authenticated before too many others connected"

@@ -40,30 +40,6 @@ from manyhands.transport import frames
 from manyhands.transport.link.wire import Wire
 from manyhands.transport.messages import ProtocolError
 
-__all__ = [
-    "DEFAULT_MAX_PAYLOAD_BYTES",
-    "DEFAULT_QUEUE_BYTES",
-    "HEADER_BYTES",
-    "Closed",
-    "FlushOutcome",
-    "Flushed",
-    "FrameKind",
-    "Full",
-    "Header",
-    "Link",
-    "LinkCounters",
-    "Message",
-    "PeerDied",
-    "Queued",
-    "ReceiveOutcome",
-    "Received",
-    "SendOutcome",
-    "TimedOut",
-    "check_size",
-    "hand_out",
-    "room_for",
-]
-
 DEFAULT_MAX_PAYLOAD_BYTES: Final = 1 << 34
 
 _BODY: Final = struct.Struct("<IIQQH6s")

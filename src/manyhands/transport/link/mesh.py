@@ -14,8 +14,6 @@ from manyhands.transport.link.interface import Link
 from manyhands.transport.link.shared_link import LinkDescriptors, SharedLink, SharedLinkFiles
 from manyhands.transport.link.tcp import TcpLink, connected
 
-__all__ = ["Mesh", "SharedMesh", "mesh_kind"]
-
 
 class Mesh(Closeable, ABC):
     """One link for each pair of `world` ranks, in the process that makes them; a context manager.

@@ -41,8 +41,6 @@ from manyhands.transport.link.interface import (
 )
 from manyhands.transport.liveness import forget_in_children
 
-__all__ = ["SLICE_NS", "Incoming", "Outgoing", "QueuedLink"]
-
 Write = Callable[[int, int, int, int, int, int, int], int]
 """(address and bytes of the header, address and bytes of the payload, done, until, spins): continue after the first
 `done` bytes of both until that moment in nanoseconds, 0 for no wait, looking so often before it sleeps; how many are

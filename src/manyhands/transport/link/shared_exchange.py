@@ -21,8 +21,6 @@ from manyhands.transport.link.interface import HEADER_BYTES, Closed, Link, Messa
 from manyhands.transport.link.queued import SLICE_NS
 from manyhands.transport.link.shared_link import SharedLink
 
-__all__ = ["SharedExchange"]
-
 _PAYLOAD, _DONE = slice(3, 6), 5  # of a row: address, bytes and how many of them are done
 
 

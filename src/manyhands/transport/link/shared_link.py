@@ -37,8 +37,6 @@ from manyhands.transport.link.interface import (
 from manyhands.transport.link.queued import SLICE_NS, Incoming, Outgoing, QueuedLink
 from manyhands.transport.link.wire import Wire
 
-__all__ = ["DEFAULT_CAPACITY_BYTES", "LinkDescriptors", "SharedLink", "SharedLinkFiles"]
-
 DEFAULT_CAPACITY_BYTES: Final = (1 << 20) + PAGE  # a payload of 1 MiB, and its header
 _PATIENCE: Final = 4  # times the usual spinning: a peer that runs Python takes 10 to 20 µs to answer
 

@@ -47,8 +47,6 @@ from manyhands.transport.link.interface import (
     hand_out,
 )
 
-__all__ = ["SimulatedLink", "SimulatedNetwork", "TraceEvent"]
-
 T = TypeVar("T")
 
 _PATIENCE_S: Final = 0.05

@@ -36,8 +36,6 @@ from manyhands.transport.link.queued import Incoming, Outgoing, QueuedLink
 from manyhands.transport.link.wire import Wire
 from manyhands.transport.tls import End, SecureSocket, TlsRefused
 
-__all__ = ["TcpLink", "connected"]
-
 _BUFFER_BYTES: Final = 512 << 10  # the kernel's, per direction and end: enough for loopback, and no more
 _CONNECT_S: Final = 10.0
 _LINGER_S: Final = 1.0

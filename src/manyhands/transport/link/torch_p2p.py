@@ -56,8 +56,6 @@ from manyhands.transport.link.interface import (
 from manyhands.transport.link.wire import Wire
 from manyhands.transport.messages import ProtocolError
 
-__all__ = ["SumGroup", "TorchLink", "gloo_backend", "nccl_backend", "nccl_version"]
-
 _CALM = {  # where the user has not set them, while a backend is made that reads them
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # what takes too long is ended, and this process is not
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # of threads that would end this process

@@ -7,8 +7,6 @@ from typing import Final
 
 from manyhands.wire.names import CODECS, MOST_STAGES, RAW, words_of
 
-__all__ = ["KNOWN_WIRES", "Wire", "codec_of", "is_codec", "wire_of"]
-
 _WIRE_BITS: Final = 8
 _STAGE_BITS: Final = 5
 _STAGE: Final = (1 << _STAGE_BITS) - 1

@@ -17,8 +17,6 @@ from manyhands.data.randomness import mix
 from manyhands.wire.codec import ErrorFeedback, ParcelCodec, expect_bytes
 from manyhands.wire.parcels import Matrix, Parcel, gaps_between
 
-__all__ = ["PowerSgd", "sum_factors"]
-
 
 class PowerSgd(ParcelCodec):
     """Factors of `rank` columns for every matrix of a parcel, in float64 if that is the parcel's type, or float32."""

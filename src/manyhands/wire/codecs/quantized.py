@@ -19,8 +19,6 @@ from manyhands.wire.codec import BadBytes, Bytes, Floats, ParcelCodec, expect_by
 from manyhands.wire.parcels import Parcel
 from manyhands.wire.quantize_kernels import NOT_FINITE
 
-__all__ = ["FloatCodec", "Fp8", "Int4", "Int8", "Qsgd", "Sign", "Ternary"]
-
 Scales = npt.NDArray[np.uint32]
 
 _INFINITE: Final = 0x7F800000

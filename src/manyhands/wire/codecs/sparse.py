@@ -21,8 +21,6 @@ from manyhands.wire import sparse_kernels as kernels
 from manyhands.wire.codec import BadBytes, Bytes, Floats, ParcelCodec, expect_bytes, key_of
 from manyhands.wire.parcels import Parcel
 
-__all__ = ["Dgc", "DgcSums", "RandomK", "SparseCodec", "TopK"]
-
 Indices = npt.NDArray[np.uint32]
 Inner = ParcelCodec | None
 

@@ -9,8 +9,6 @@ from numba import uint64
 
 from manyhands.native.decorators import helper, inlined, njit
 
-__all__ = ["TILE", "add_trees", "bin_dense", "bin_sparse", "cut", "pack", "warm"]
-
 TILE = 8  # columns whose bytes lie side by side in a row of a tile
 
 _ROWS = 512  # at a time: a feature's bounds and these rows stay in the nearest cache

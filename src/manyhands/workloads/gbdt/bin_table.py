@@ -31,8 +31,6 @@ from manyhands.workloads.gbdt.binning import (
 )
 from manyhands.workloads.gbdt.row_sources import RowBlock, RowSource
 
-__all__ = ["BinnedRows", "Holdout", "RowSample", "bin_rows", "sample_rows"]
-
 _SAMPLE_ROWS = 200_000
 _MOST_ROWS = (1 << 31) - 1  # leaves hold the numbers of their rows in 32 bits
 _MOST_COLUMNS = 1 << 25  # the names of more do not fit into a model file that is read again

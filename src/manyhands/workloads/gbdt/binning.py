@@ -23,16 +23,6 @@ from manyhands.errors import DataError
 from manyhands.workloads.gbdt import bin_kernels
 from manyhands.workloads.gbdt.row_sources import RowBlock
 
-__all__ = [
-    "BinTable",
-    "ByteLayout",
-    "FeatureBins",
-    "bins_of_categories",
-    "bins_of_numbers",
-    "bundled_layout",
-    "own_columns",
-]
-
 Numbers = NDArray[np.float64]
 Counts = NDArray[np.int64]
 _MOST_CATEGORY = (1 << 20) - 1  # a larger one would make the sets of categories in a model file too long

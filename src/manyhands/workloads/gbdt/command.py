@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from manyhands.workloads.gbdt.row_sources import RowSource
     from manyhands.workloads.gbdt.training import TableChoice
 
-__all__ = ["GBDT"]
-
 _HELD_OUT = 0.2  # of the embedded sets
 _SHOWN = 10
 

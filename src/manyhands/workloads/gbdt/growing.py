@@ -18,8 +18,6 @@ from manyhands.workloads.gbdt.binning import ByteLayout, FeatureBins
 from manyhands.workloads.gbdt.options import GbdtOptions
 from manyhands.workloads.gbdt.searching import LocalRows, SplitSearch
 
-__all__ = ["DividedRows", "GrownTree", "TreeMemory", "grow", "node_directions", "tree_of"]
-
 Words = NDArray[np.int64]
 
 

@@ -27,8 +27,6 @@ from manyhands.workloads.gbdt.row_sources import RowBlock, RowSource
 from manyhands.workloads.gbdt.split_kernels import CATEGORICAL, DEFAULT_LEFT
 from manyhands.workloads.logreg.labels import NO_LABELS, PAIRS, Labels, measure, softmax
 
-__all__ = ["LINKS", "DecisionTree", "GbdtModel", "measure_model"]
-
 # Of `decision`: NaN goes where the node says. LightGBM's bits: 1 categorical, 2 to the left, 4 and 8 what misses.
 _MISSING_NAN = 8
 _LARGEST = 1e300  # of a threshold: a value above it is infinity, and has no place in a text

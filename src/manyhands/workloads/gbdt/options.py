@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from manyhands.workloads.task_options import CheckedOptions, memory_option, option
 
-__all__ = ["OBJECTIVES", "PARALLEL", "GbdtOptions"]
-
 OBJECTIVES = {
     "auto": "binary for two integers or names, multiclass for up to 32 integers or any names; else regression",
     "binary": "log loss of two labels",

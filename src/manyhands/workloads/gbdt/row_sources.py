@@ -31,8 +31,6 @@ from manyhands.data.table_files import (
 from manyhands.errors import DataError, UserError, nearest
 from manyhands.workloads.logreg.labels import NO_LABELS, Labels
 
-__all__ = ["EMBEDDED", "ArraySource", "RowBlock", "RowSource", "model_names", "open_source"]
-
 _BLOCK_ROWS = 1 << 16
 _OF_CELLS = (
     *("radius", "texture", "perimeter", "area", "smoothness"),

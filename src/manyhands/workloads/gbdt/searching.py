@@ -28,8 +28,6 @@ from manyhands.workloads.gbdt.binning import ByteLayout
 from manyhands.workloads.gbdt.options import GbdtOptions
 from manyhands.workloads.gbdt.split_kernels import RECORD_WORDS
 
-__all__ = ["SEARCHES", "LocalRows", "SharedHistograms", "SplitSearch", "area_words", "gathered_words"]
-
 Words = NDArray[np.int64]
 RowIds = NDArray[np.int32]
 _HISTOGRAM_WORDS = 2

@@ -44,8 +44,6 @@ from manyhands.workloads.gbdt.options import GbdtOptions
 from manyhands.workloads.gbdt.searching import SEARCHES, LocalRows, SharedHistograms
 from manyhands.workloads.logreg.labels import NO_LABELS, Labels
 
-__all__ = ["VALID_LOSS", "GbdtStep", "GbdtTask", "check_strategy", "units_for"]
-
 VALID_LOSS = "valid_loss"  # the metric in the history: the mean loss of rows held out, after each tree
 _BLOCK = 64  # rows: shares begin at whole blocks, so that compiled loops treat a row alike wherever the shares begin
 

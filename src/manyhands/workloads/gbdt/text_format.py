@@ -30,17 +30,6 @@ from manyhands.workloads.gbdt.row_sources import RowBlock, open_source
 from manyhands.workloads.logreg.labels import MOST_CLASSES, NO_LABELS, Labels
 from manyhands.workloads.predictor import Predictor, ReadAs, encoded_inputs, table_of
 
-__all__ = [
-    "MODEL_TEXT",
-    "GbdtPredictor",
-    "export_gbdt",
-    "open_gbdt",
-    "parse_model",
-    "read_model",
-    "render_model",
-    "write_model",
-]
-
 MODEL_TEXT = "model.txt"
 _COLUMNS = "table_columns:"
 _LABELS = "class_labels:"

@@ -32,8 +32,6 @@ from manyhands.workloads.gbdt.row_sources import RowBlock, RowSource, model_name
 from manyhands.workloads.gbdt.task import VALID_LOSS, GbdtTask, check_strategy
 from manyhands.workloads.logreg.labels import NO_LABELS, PAIRS, Labels, labels_of
 
-__all__ = ["GbdtResult", "TableChoice", "gbdt_task", "train_gbdt"]
-
 _log = logging.getLogger("manyhands")
 _MOST_GUESSED = 32  # labels that are integers: of more, they are guessed to be a number
 _ROW_BYTES = 56  # labels, targets and weights, with copies, and in which leaf it is

@@ -22,17 +22,6 @@ from manyhands.errors import DataError
 from manyhands.observe.draw.bars import Bars
 from manyhands.workloads.glove.vector_files import Vectors
 
-__all__ = [
-    "Pair",
-    "Section",
-    "SectionScore",
-    "ask_analogies",
-    "compare_similarity",
-    "read_pairs",
-    "read_questions",
-    "spearman",
-]
-
 _PRODUCTS = 1 << 24  # cosines computed at once: 64 MiB
 
 

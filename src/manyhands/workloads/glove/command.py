@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from manyhands.observe.draw.bars import Bars
     from manyhands.workloads.glove.learning import Learning
 
-__all__ = ["GLOVE", "neighbours_table"]
-
 _COMPARED_BYTES = 300_000  # of each part of the demo corpus: parameter servers take their time
 _DEMO_WORDS = ("tensor", "list", "thread", "file")
 

@@ -30,18 +30,6 @@ from manyhands.workloads.glove.count_kernels import deal_pairs, shuffle_pairs
 from manyhands.workloads.glove.glove_kernels import first_bad
 from manyhands.workloads.glove.options import GloveOptions
 
-__all__ = [
-    "RECORD",
-    "GloveWork",
-    "RecordReader",
-    "RecordWriter",
-    "open_records",
-    "read_records",
-    "record_count",
-    "shuffle_records",
-    "temporary_folder",
-]
-
 RECORD = np.dtype([("word", "<i4"), ("context", "<i4"), ("count", "<f8")])
 _WRITE_BYTES = 1 << 30  # one write takes less than 2 GiB on Linux
 

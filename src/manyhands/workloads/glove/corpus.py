@@ -17,8 +17,6 @@ from typing import BinaryIO, NamedTuple, Self
 from manyhands.data.store.atomic import reason
 from manyhands.errors import DataError, UserError
 
-__all__ = ["BLOCK_BYTES", "Block", "Corpus"]
-
 BLOCK_BYTES = 1 << 20
 _WHITE = (b" ", b"\n", b"\t", b"\r", b"\v", b"\f")
 _LONGEST_WORD = 1 << 24

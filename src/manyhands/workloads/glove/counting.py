@@ -34,8 +34,6 @@ from manyhands.workloads.glove.options import WEIGHTINGS
 from manyhands.workloads.glove.vocabulary import Vocabulary, children, in_order
 from manyhands.workloads.glove.word_table import BREAK, WordTable
 
-__all__ = ["CountingRoom", "count_cooccurrence", "merge_runs", "plan_memory"]
-
 _OUT_RECORDS = 1 << 17
 _MOST_PLACES = 2**31 - 2**16  # places in a part are int32
 _LEAST_PLACES = 1 << 10

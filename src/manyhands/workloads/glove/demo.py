@@ -24,8 +24,6 @@ from manyhands.errors import UserError
 from manyhands.workloads.glove.analogies import Pair, Section
 from manyhands.workloads.glove.corpus import Corpus
 
-__all__ = ["demo_corpus", "demo_pairs", "demo_questions", "english"]
-
 _PACKAGES = ("numpy", "torch")
 _MOST_BYTES = 6 * 2**20  # of each package: enough to learn from, little enough to wait for
 _SKIPPED = re.compile("site-packages|dist-packages|tests?|idle_test|__pycache__|testing|_vendor")

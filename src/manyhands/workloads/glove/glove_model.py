@@ -28,8 +28,6 @@ from manyhands.errors import UserError
 from manyhands.native.segment import Segment, ask_for_large_pages, available_bytes, round_up
 from manyhands.workloads.glove.options import GloveOptions
 
-__all__ = ["GloveModel", "GloveSnapshot"]
-
 LANES = 8
 _LINE_ITEMS = 16  # of 4 bytes in a line of 64
 _ROWS_AT_ONCE = 4096

@@ -26,8 +26,6 @@ from manyhands.task import Passes, Task
 from manyhands.workloads.glove.cooccurrence_files import GloveWork, RecordReader
 from manyhands.workloads.glove.glove_model import GloveModel, GloveSnapshot
 
-__all__ = ["GloveTables", "glove_tables"]
-
 Chunk = tuple[Tensor, Tensor, Tensor]
 Batch = tuple[Tensor, Tensor, Tensor, int]
 """Rows of words, rows of contexts, counts; and how many chunks these are."""

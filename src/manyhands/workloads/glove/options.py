@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from manyhands.strategy import Strategy
 from manyhands.workloads.task_options import CheckedOptions, memory_option, option
 
-__all__ = ["BATCH", "WEIGHTINGS", "CountingOptions", "GloveOptions", "usual_batch"]
-
 BATCH = 1024  # records at a time where a strategy works on batches and no other number is given
 WEIGHTINGS: dict[str, Callable[[int], NDArray[np.float64]]] = {
     "distance": lambda window: 1.0 / np.arange(1, window + 1),

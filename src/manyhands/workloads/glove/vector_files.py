@@ -24,8 +24,6 @@ from manyhands.errors import DataError, UserError
 from manyhands.workloads.exporting import Export, ExportAsked
 from manyhands.workloads.predictor import Predictor, ReadAs
 
-__all__ = ["Vectors", "VectorsPredictor", "export_vectors", "open_vectors"]
-
 _LINES_AT_ONCE = 4096
 _LONGEST_LINE = 1 << 22
 _MOST_DIGITS = 15  # of a count in a header: Python itself refuses numbers of thousands of digits

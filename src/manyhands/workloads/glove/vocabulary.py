@@ -24,8 +24,6 @@ from manyhands.observe.draw.bars import Bars
 from manyhands.workloads.glove.corpus import Block, Corpus
 from manyhands.workloads.glove.word_table import WordTable
 
-__all__ = ["Vocabulary", "children", "count_words", "in_order"]
-
 _MOST_COUNT = 1 << 40  # of one word; the sum over all words then fits in 64 bits
 
 

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 from manyhands.native.decorators import inlined, njit
 
-__all__ = ["BREAK", "WordTable", "warm"]
-
 BREAK = -1  # stands for the end of a line among the numbers of words
 
 _FNV_OFFSET = np.uint64(0xCBF29CE484222325)

@@ -38,22 +38,6 @@ from manyhands.workloads.text.masking import IGNORED, Masking
 from manyhands.workloads.text.packing import MaskedDocuments, MaskedWindows, losses_of_rows, tensors
 from manyhands.workloads.text.span_pairs import SpanPairs
 
-__all__ = [
-    "BERT",
-    "BERT_LAYOUT",
-    "BertBody",
-    "BertOptions",
-    "MaskedBytes",
-    "PairBERT",
-    "Pooler",
-    "bert",
-    "masked_accuracy",
-    "masked_loss",
-    "masked_losses",
-    "masked_model",
-    "pair_loss",
-]
-
 BERT_LAYOUT = CheckpointLayout(
     model_type="bert",
     sizes={

@@ -27,8 +27,6 @@ from manyhands.workloads.task_options import option
 from manyhands.workloads.text.labeled_texts import LabeledRow, LabeledTexts, labels_of
 from manyhands.workloads.text.tokenizer import TOKENIZER_FILE, read_tokenizer
 
-__all__ = ["BERT_TASK", "BertTaskOptions"]
-
 _TOKENIZERS = (TOKENIZER_FILE, "vocab.txt")
 
 

@@ -12,8 +12,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from manyhands.data.store.tensorfile import read_tensors
 from manyhands.errors import UserError
 
-__all__ = ["read_json", "read_weights"]
-
 _MOST_CONFIG_BYTES = 1 << 20
 
 

@@ -22,17 +22,6 @@ from manyhands.workloads.language.huggingface import CheckpointLayout
 from manyhands.workloads.language.presets import ModelSizes
 from manyhands.workloads.text.tokenizer import TextTokenizer
 
-__all__ = [
-    "CLASSIFIER_LAYOUT",
-    "BertClassifier",
-    "MacroF1",
-    "TextRows",
-    "accuracy",
-    "label_loss",
-    "label_scores",
-    "labels_found",
-]
-
 CLASSIFIER_LAYOUT = replace(
     BERT_LAYOUT,
     ignored=r"^cls\.|\.position_ids$",

@@ -32,8 +32,6 @@ from manyhands.workloads.task_options import option
 from manyhands.workloads.text.masking import IGNORED
 from manyhands.workloads.text.packing import TokenWindows, document_mask, losses_of_rows, next_tokens
 
-__all__ = ["GPT", "GPT_TASK", "GPTBlock", "GPTOptions", "gpt"]
-
 GPT2_LAYOUT = CheckpointLayout(
     model_type="gpt2",
     sizes={

@@ -31,18 +31,6 @@ from manyhands.workloads.language.checkpoint_files import read_json, read_weight
 from manyhands.workloads.language.lora import adapted_layers, is_adapter, merged, write_adapter
 from manyhands.workloads.text.tokenizer import TOKENIZER_FILE, TextTokenizer, tokenizer_of_json
 
-__all__ = [
-    "CheckpointLayout",
-    "HasLayout",
-    "export_adapter",
-    "export_huggingface",
-    "fill",
-    "read_config",
-    "read_sizes",
-    "require_sizes",
-    "write_checkpoint",
-]
-
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 
 

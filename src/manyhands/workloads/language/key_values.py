@@ -16,8 +16,6 @@ from torch import Tensor
 from manyhands.engine.device import moved
 from manyhands.workloads.language.presets import ModelSizes
 
-__all__ = ["CacheStep", "KeyValueCache", "LayerCache"]
-
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:

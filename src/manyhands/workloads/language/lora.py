@@ -26,17 +26,6 @@ from manyhands.data.store.tensorfile import encode_tensors
 from manyhands.errors import UserError, nearest
 from manyhands.workloads.language.checkpoint_files import read_json, read_weights
 
-__all__ = [
-    "Lora",
-    "LoraLinear",
-    "add_adapters",
-    "is_adapter",
-    "merged",
-    "read_adapter",
-    "read_lora",
-    "write_adapter",
-]
-
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _INSTEAD = "a directory that peft wrote"
 _PREFIX = "base_model.model."

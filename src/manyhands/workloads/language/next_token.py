@@ -19,16 +19,6 @@ from manyhands.errors import DataError
 from manyhands.task import Task
 from manyhands.workloads.task_options import CheckedOptions, option
 
-__all__ = [
-    "Perplexity",
-    "TextOptions",
-    "bits_per_byte",
-    "held_out_text",
-    "next_byte_loss",
-    "text_task",
-    "token_losses",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextOptions(CheckedOptions):

@@ -23,15 +23,6 @@ from manyhands.workloads.task_options import check_options, option
 from manyhands.workloads.text.token_files import TokenFiles
 from manyhands.workloads.text.tokenizer import TextTokenizer
 
-__all__ = [
-    "BERT_PRESETS",
-    "GPT_PRESETS",
-    "ModelSizes",
-    "SizedOptions",
-    "padded_vocabulary",
-    "require_positions",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSizes:

@@ -21,8 +21,6 @@ from manyhands.workloads.builtin_task import BuiltinTask
 from manyhands.workloads.language.next_token import TextOptions, text_task
 from manyhands.workloads.task_options import option
 
-__all__ = ["RECURRENT", "RecurrentLayer", "RecurrentNetwork", "RecurrentOptions", "recurrent"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecurrentOptions(TextOptions):

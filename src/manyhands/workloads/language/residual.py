@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["residual_stream"]
-
 
 def residual_stream(x: Tensor) -> Tensor:
     """`x` in bfloat16 where autocast computes in that, as in Megatron-LM and llm.c.

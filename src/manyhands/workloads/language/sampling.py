@@ -19,8 +19,6 @@ from torch import Tensor
 from manyhands.engine.device import moved
 from manyhands.errors import UserError, printable
 
-__all__ = ["Sampling", "chosen", "likely"]
-
 MOST_TEMPERATURE = 100.0
 
 

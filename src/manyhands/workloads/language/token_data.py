@@ -13,8 +13,6 @@ from manyhands.workloads.language.presets import SizedOptions
 from manyhands.workloads.text.token_files import TokenFiles
 from manyhands.workloads.text.tokenizer import TOKENIZER_FILE, TextTokenizer, read_tokenizer
 
-__all__ = ["TokenParts", "token_parts"]
-
 
 class TokenParts(NamedTuple):
     """Rows to learn from and rows to measure on, by their numbers in the folder; and what a run of them keeps."""

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from manyhands.engine.training import Keeping
     from manyhands.observe.draw.bars import Bars
 
-__all__ = ["LOGREG"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Examples(TableOptions, LogregOptions):

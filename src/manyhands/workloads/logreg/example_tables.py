@@ -21,8 +21,6 @@ from manyhands.data.table_files import (
 )
 from manyhands.errors import DataError, UserError
 
-__all__ = ["ExampleTable", "open_examples"]
-
 
 class ExampleTable(RowFile):
     """The rows of a table as examples: a feature for each column of numbers, and for each category of the others."""

@@ -25,8 +25,6 @@ from manyhands.errors import DataError
 from manyhands.workloads.array_files import disk_errors, mapped_arrays, unload
 from manyhands.workloads.logreg.labels import MOST_CLASSES, Labels, labels_of
 
-__all__ = ["Examples", "Labelled", "Parsed", "ParsedBlocks", "Spool", "SpooledRows", "parse_examples"]
-
 _SCALE_ROWS = 1000
 _TARGETS = 1 << 20  # labels that become targets at a time
 _READING_BYTES = 96 << 20  # blocks of rows that are read, and what allocators keep of them

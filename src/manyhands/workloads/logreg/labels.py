@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from manyhands.errors import DataError
 
-__all__ = ["MOST_CLASSES", "NO_LABELS", "PAIRS", "Labels", "Metrics", "labels_of", "measure", "softmax"]
-
 PAIRS = ((-1.0, 1.0), (0.0, 1.0), (1.0, 2.0))
 """No and yes, in the ways that files write them."""
 MOST_CLASSES = 1000

@@ -18,21 +18,6 @@ from manyhands.native.decorators import helper, inlined, njit
 from manyhands.native.group.gate import FREE, CompiledGate, enter, leave
 from manyhands.native.waiting import REACHED
 
-__all__ = [
-    "ADAGRAD",
-    "BETA",
-    "FTRL",
-    "LOSS",
-    "RULES",
-    "SGD",
-    "WEIGHT",
-    "WIDTHS",
-    "margins",
-    "train",
-    "train_classes",
-    "warm",
-]
-
 SGD, ADAGRAD, FTRL = 0, 1, 2
 RULES = {"sgd": SGD, "adagrad": ADAGRAD, "ftrl": FTRL}
 BETA = 0.1

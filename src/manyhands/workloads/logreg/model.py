@@ -30,15 +30,6 @@ from manyhands.workloads.logreg.example_tables import ExampleTable, open_example
 from manyhands.workloads.logreg.labels import Labels, Metrics, measure, softmax
 from manyhands.workloads.predictor import Predictor, ReadAs, encoded_inputs, table_of
 
-__all__ = [
-    "MODEL_FILE",
-    "LogregModel",
-    "LogregPredictor",
-    "TableRowPredictor",
-    "export_logreg",
-    "open_logreg",
-]
-
 MODEL_FILE = "model.safetensors"
 _FORMAT = "manyhands.logreg.1"
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 
 from manyhands.workloads.task_options import CheckedOptions, option
 
-__all__ = ["LEARNERS", "LogregOptions"]
-
 LEARNERS = {
     "sgd": "rate / √(number of the example), the same for all features",
     "adagrad": "rate / √(0.01 + Σg²), a rate for each feature (Duchi et al., 2011)",

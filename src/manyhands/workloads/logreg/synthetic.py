@@ -15,8 +15,6 @@ import numpy as np
 
 from manyhands.errors import UserError
 
-__all__ = ["SparseProblem", "shared_chance", "write_examples"]
-
 _BLOCK = 4096  # examples drawn and written at a time
 _NOISE = 0.1  # of labels, turned over
 

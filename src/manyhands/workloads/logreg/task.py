@@ -49,8 +49,6 @@ from manyhands.workloads.logreg.logreg_kernels import (
 )
 from manyhands.workloads.logreg.options import LogregOptions
 
-__all__ = ["Bag", "LogregTask", "check_strategy", "logreg_task", "table_of"]
-
 _TABLE = "table.weight"
 
 Batch = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]

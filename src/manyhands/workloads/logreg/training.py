@@ -31,8 +31,6 @@ from manyhands.workloads.logreg.model import LogregModel
 from manyhands.workloads.logreg.options import LogregOptions
 from manyhands.workloads.logreg.task import LogregTask, check_strategy, table_of
 
-__all__ = ["LogregResult", "train_logreg"]
-
 
 @dataclass(kw_only=True, slots=True)
 class LogregResult(CompiledResult):

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from manyhands.engine.training import Keeping
     from manyhands.observe.draw.bars import Bars
 
-__all__ = ["SVD"]
-
 _SHOWN = 10
 
 

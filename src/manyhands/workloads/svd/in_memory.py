@@ -17,8 +17,6 @@ from manyhands.workloads.svd.model import SvdModel
 from manyhands.workloads.svd.options import Shape, SvdOptions, sizes_of
 from manyhands.workloads.svd.pass_sums import PassSums, RowPass
 
-__all__ = ["truncated_svd"]
-
 _SAMPLE_ROWS = 1024
 _WIDE = 2  # times as many columns as rows: then what follows a pass is that much less across
 _WIDE_BLOCK = 1 << 22

@@ -35,8 +35,6 @@ from manyhands.workloads.svd.krylov import DONE, Array, KrylovSpace, components_
 from manyhands.workloads.svd.options import SvdOptions, SvdSizes
 from manyhands.workloads.svd.pass_sums import projections
 
-__all__ = ["SVD_FILE", "SvdModel", "SvdPredictor", "export_svd", "open_svd", "opened_rows"]
-
 SVD_FILE = "svd.safetensors"
 _FORMAT = "manyhands.svd.1"
 

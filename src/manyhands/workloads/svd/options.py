@@ -8,8 +8,6 @@ from typing import Final
 from manyhands.errors import UserError, format_bytes, num_of
 from manyhands.workloads.task_options import CheckedOptions, memory_option, option
 
-__all__ = ["OVERSAMPLING", "Shape", "SvdOptions", "SvdSizes", "sizes_of"]
-
 OVERSAMPLING: Final = 10
 """Vectors of a block beyond the rank: the last ones wanted are found the sooner (Halko, Martinsson, Tropp, 2011)."""
 

@@ -16,8 +16,6 @@ from manyhands.workloads.svd.krylov import GRAM, POLISH, Array, KrylovSpace, Pas
 from manyhands.workloads.svd.options import SvdSizes
 from manyhands.workloads.svd.product_kernels import TILE, gram_rows, multiply_rows, project_rows
 
-__all__ = ["PassSums", "RowPass", "SvdMemory", "combined_triangle", "projections"]
-
 
 class PassSums:
     """Sums of a pass on one flat memory, so that all workers' are added up at once: see `PassTotals`.

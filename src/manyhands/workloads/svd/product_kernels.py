@@ -18,8 +18,6 @@ from numba.extending import intrinsic
 
 from manyhands.native.decorators import njit
 
-__all__ = ["TILE", "gram_rows", "multiply_rows", "project_rows", "warm"]
-
 _INT = ir.IntType(64)
 _AHEAD = 16  # entries
 _CACHE_LINE = 8  # numbers

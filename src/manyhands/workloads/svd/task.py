@@ -31,8 +31,6 @@ from manyhands.workloads.svd.options import Shape, SvdOptions, SvdSizes, sizes_o
 from manyhands.workloads.svd.pass_sums import PassSums, RowPass, SvdMemory, combined_triangle
 from manyhands.workloads.svd.product_kernels import warm
 
-__all__ = ["SvdTask", "check_strategy"]
-
 _STEP_BYTES: Final = 1 << 26  # a fraction of a second
 _SAMPLES, _SAMPLE_ROWS = 16, 64
 

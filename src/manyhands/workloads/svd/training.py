@@ -26,8 +26,6 @@ from manyhands.workloads.svd.options import SvdOptions
 from manyhands.workloads.svd.task import SvdTask, check_strategy
 from manyhands.workloads.tasks.digits import read_digits
 
-__all__ = ["SvdResult", "stored", "train_svd"]
-
 _READ_BYTES = 1 << 22
 
 

@@ -25,8 +25,6 @@ from manyhands.task import Task
 from manyhands.workloads.builtin_task import BuiltinTask
 from manyhands.workloads.task_options import check_options, option
 
-__all__ = ["DIGITS", "LEAST_DEPTH", "DigitsOptions", "ImageClassifier", "check_width", "digits", "image_task"]
-
 LEAST_DEPTH = 3  # convolutions of an `ImageClassifier` unless it is to be deeper
 
 _GROUPS = 4

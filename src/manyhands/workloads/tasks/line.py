@@ -21,8 +21,6 @@ from manyhands.task import Task
 from manyhands.workloads.builtin_task import BuiltinTask, TaskCurve, TaskEnd, TaskTable
 from manyhands.workloads.task_options import CheckedOptions, option
 
-__all__ = ["LINE", "LineOptions", "least_squares", "line", "line_table"]
-
 _NUM_TEST = 256
 _ALL = "all points at once"
 _POINTS = 0x11E  # whose draws are not those of a run's weights and batches

@@ -17,8 +17,6 @@ from manyhands.workloads.builtin_task import BuiltinTask
 from manyhands.workloads.task_options import check_options, option
 from manyhands.workloads.tasks.digits import LEAST_DEPTH, ImageClassifier, check_width, image_task
 
-__all__ = ["MNIST", "MnistOptions", "mnist"]
-
 _SIDE, _WHITE, _CLASSES = 28, 255, 10
 _LABELS_OFFSET = 8  # of the first label: the magic number and one size lie before it
 

@@ -19,8 +19,6 @@ from manyhands.data.file_reader import DataFile
 from manyhands.errors import DataError, UserError, format_bytes, nearest
 from manyhands.workloads.text.json_text import is_json_lines, json_lines, utf8
 
-__all__ = ["PIECE_BYTES", "SPLITS", "Documents", "TextPiece"]
-
 SPLITS = ("file", "line", "paragraph")
 PIECE_BYTES = 1 << 16
 _MOST_PIECE_BYTES = 1 << 20  # without a space to cut at

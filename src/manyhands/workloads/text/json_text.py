@@ -9,8 +9,6 @@ from typing import Any
 
 from manyhands.errors import DataError, printable
 
-__all__ = ["is_json_lines", "json_lines", "utf8"]
-
 
 def is_json_lines(path: Path) -> bool:
     return path.name.removesuffix(".gz").endswith((".jsonl", ".ndjson"))

@@ -18,8 +18,6 @@ from manyhands.data.file_reader import read_text
 from manyhands.errors import DataError, UserError, nearest, printable
 from manyhands.workloads.text.json_text import is_json_lines, json_lines, utf8
 
-__all__ = ["LabeledRow", "LabeledTexts", "labels_of"]
-
 
 class LabeledRow(NamedTuple):
     """A text, its label, and the line of the file where the row ends."""

@@ -20,8 +20,6 @@ from manyhands.data.randomness import mix
 from manyhands.errors import UserError
 from manyhands.workloads.text.tokenizer import TextTokenizer
 
-__all__ = ["IGNORED", "MaskedRows", "Masking"]
-
 IGNORED = -100  # the label of what is not predicted, as torch's cross_entropy has it
 _KEPT, _REPLACED = 0.1, 0.2  # of targets: a tenth stays, and another is replaced
 _LAST = np.uint64(2**64 - 1)

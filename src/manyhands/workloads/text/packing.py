@@ -27,17 +27,6 @@ from manyhands.errors import UserError, num_of
 from manyhands.workloads.text.masking import IGNORED, Masking
 from manyhands.workloads.text.token_files import TokenFiles
 
-__all__ = [
-    "MaskedDocuments",
-    "MaskedWindows",
-    "TokenRows",
-    "TokenWindows",
-    "document_mask",
-    "losses_of_rows",
-    "next_tokens",
-    "tensors",
-]
-
 
 class _Rows(NamedTuple):
     """Rows of tokens, and where they lie: each token's document in the row, and its position in it."""

@@ -21,8 +21,6 @@ from manyhands.workloads.text.masking import Masking
 from manyhands.workloads.text.packing import TokenRows, tensors
 from manyhands.workloads.text.token_files import TokenFiles
 
-__all__ = ["SpanPairs"]
-
 _OWN = 2  # draws of its own beside those of the masks
 
 

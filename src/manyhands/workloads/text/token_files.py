@@ -40,19 +40,6 @@ from manyhands.errors import DataError, UserError, num_of
 from manyhands.native.closeable import Closeable
 from manyhands.workloads.text.tokenizer import TOKENIZER_FILE, TextTokenizer, tokenizer_of_json
 
-__all__ = [
-    "INDEX_FILE",
-    "ShardHeader",
-    "ShardWriter",
-    "TokenFiles",
-    "TokenShard",
-    "open_shard",
-    "proven_shard",
-    "read_tokens_index",
-    "shard_name",
-    "write_tokens_index",
-]
-
 INDEX_FILE = "tokens.json"
 _MAGIC, _VERSION = b"MHTOKENS", 1
 _HEADER = struct.Struct("<8sIIQQ32s32s")

@@ -25,8 +25,6 @@ from manyhands.workloads.text.documents import TextPiece
 from manyhands.workloads.text.tokenizer import TextTokenizer, tokenizer_of_json
 from manyhands.workloads.text.word_cache import WordCache
 
-__all__ = ["EncodedPieces", "EncodingProcess"]
-
 _LENGTH = struct.Struct("<Q")
 _MOST_FRAME_BYTES = 1 << 32
 _ANSWER_S = 120.0  # a request takes less than one

@@ -21,17 +21,6 @@ from numpy.typing import NDArray
 from manyhands.data.file_reader import read_text
 from manyhands.errors import DataError, UserError, first_line, printable
 
-__all__ = [
-    "BERT_TOKENS",
-    "END_OF_TEXT",
-    "TOKENIZER_FILE",
-    "TRAINED_KINDS",
-    "TextTokenizer",
-    "read_tokenizer",
-    "tokenizer_of_json",
-    "train_tokenizer",
-]
-
 TOKENIZER_FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
 BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")

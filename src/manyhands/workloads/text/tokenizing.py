@@ -42,8 +42,6 @@ from manyhands.workloads.text.tokenizer import (
     train_tokenizer,
 )
 
-__all__ = ["SHARD_BYTES", "Tokenized", "TokenizerChoice", "tokenize"]
-
 SHARD_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 18
 _MOST_DOCUMENTS = 1 << 22  # of a shard: their starts are in memory until it is written

@@ -15,8 +15,6 @@ import numpy as np
 
 from manyhands.workloads.text.tokenizer import TextTokenizer
 
-__all__ = ["WordCache"]
-
 # Several white spaces and the word behind them: the last may belong to the word, or all to what is not ASCII.
 _RUNS = re.compile(rb"([ \t\n\v\f\r]{2,}[^ \t\n\v\f\r]*)")
 _MOST_WORDS = 1 << 17  # 20 MB

@@ -24,25 +24,6 @@ from manyhands.strategies.common.membership import (
     StartWorker,
 )
 
-__all__ = [
-    "ArrivedInEpoch",
-    "BeginEpoch",
-    "Depart",
-    "Done",
-    "ElasticAction",
-    "ElasticEvent",
-    "ElasticMembership",
-    "EndSoon",
-    "EpochSeat",
-    "EpochView",
-    "GatherEpoch",
-    "LeaveEpoch",
-    "LeftEpoch",
-    "MemberReady",
-    "Notify",
-    "RunOver",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochSeat:

@@ -42,8 +42,6 @@ from manyhands.strategies.allreduce.elastic.member_control import ORDERS, REPORT
 from manyhands.strategies.allreduce.strategy import AllReduce
 from manyhands.strategies.common import run_launcher
 
-__all__ = ["ElasticTraining"]
-
 
 # The processes of an elastic run: children, or externally started on any hosts. The slot of an external worker is its
 # rank. Slot 0 is a child of the leader: a worker that is lost must not take the leader with it. What a child would

@@ -51,19 +51,6 @@ from manyhands.transport.link.tcp import TcpLink
 from manyhands.transport.liveness import SILENT_AFTER_S, Alarm
 from manyhands.transport.security import Security
 
-__all__ = [
-    "Epoch",
-    "EpochFiles",
-    "Epochs",
-    "LinkedEpochs",
-    "SharedEpochs",
-    "Wiring",
-    "restore_buffers",
-    "send_files",
-    "state_tree",
-    "write_file",
-]
-
 _BUFFERS = "buffers that no checkpoint has"
 _STATE_FILES = ("state tensors", "state tree")  # the memory files in which a donor leaves its state
 _MOST_IN_A_PACKET = 128  # the kernel's limit is 253

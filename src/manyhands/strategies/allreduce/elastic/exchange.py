@@ -36,8 +36,6 @@ from manyhands.strategies.allreduce.strategy import AllReduce
 from manyhands.strategies.common.collectives.collective import Collective
 from manyhands.wire.parcels import Parcel
 
-__all__ = ["LOST", "ElasticCollective", "ElasticExchange", "MembersChanged", "StepChannel"]
-
 _T = TypeVar("_T")
 LOST = (Aborted, WorkerFailed)  # what an exchange raises when one of its members is lost
 

@@ -17,8 +17,6 @@ from manyhands.places.external.control_messages import Wakeup
 from manyhands.places.local.control import Context, TypedNotes
 from manyhands.strategies.allreduce.elastic import elastic_membership as core
 
-__all__ = ["ORDERS", "REPORTS", "Departed", "ListeningContext", "MemberLine"]
-
 REPORTS = TypedNotes(core.MemberReady, core.ArrivedInEpoch, core.LeftEpoch, core.Done, WorkerNote)
 ORDERS = TypedNotes(core.EpochView, core.GatherEpoch, core.LeaveEpoch, core.Depart, core.EndSoon)
 _LOOK_S = 1.0

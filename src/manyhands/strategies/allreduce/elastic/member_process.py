@@ -45,18 +45,6 @@ if TYPE_CHECKING:  # a worker of one host needs nothing of it
     from manyhands.places.external.control_connection import ControlConnection
     from manyhands.places.external.process_group import GroupMember, ProcessGroup
 
-__all__ = [
-    "CHECKPOINT",
-    "PARTS",
-    "START",
-    "WEIGHTS",
-    "ElasticJob",
-    "TakeSlot",
-    "take_slot",
-    "wiring_of",
-    "work",
-]
-
 _WAIT_S: Final = 0.5
 START, WEIGHTS, CHECKPOINT = "start", "weights", "checkpoint"
 """The names under which leader and member send each other what is too large for a message."""

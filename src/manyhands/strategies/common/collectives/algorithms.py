@@ -22,8 +22,6 @@ from manyhands.strategies.common.collectives.schedule import (
     chunk_bounds,
 )
 
-__all__ = ["ALGORITHMS", "broadcast", "grouped", "hierarchical", "registered"]
-
 ALGORITHMS: dict[str, Algorithm] = {}
 _WHOLE = range(1)
 _PAIRWISE = "Thakur, Rabenseifner and Gropp, IJHPCA 19 (2005)"

@@ -40,20 +40,6 @@ from manyhands.wire.names import RAW
 from manyhands.wire.parcels import Parcel
 from manyhands.wire.tap import GpuCopies, GradientTap, put
 
-__all__ = [
-    "Collective",
-    "Reducer",
-    "SharedCollective",
-    "all_on_first",
-    "broadcast",
-    "gradient_layouts",
-    "kept_by_codecs",
-    "remember_kept",
-    "room_for_buffers",
-    "step_parcels",
-    "total",
-]
-
 _LOSS, _STOP, _PAUSE, _FLAGS = 0, 1, 2, 3
 _SMALLEST_STATUS = 64  # capacity for evaluation totals, which piggyback on the same bucket
 _SPARE_BYTES = 1 << 20  # for names and chunks that are longer than this worker's

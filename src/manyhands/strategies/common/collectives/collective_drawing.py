@@ -25,8 +25,6 @@ from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
 from manyhands.strategies.common.collectives.schedule import Algorithm, chunk_bounds, span_bounds
 from manyhands.strategies.common.collectives.schedule_proof import cost, replay
 
-__all__ = ["EXAMPLE", "as_svg", "as_text", "costs_text", "example", "figure", "watch", "write_figures"]
-
 EXAMPLE: Final = ((17, 11, 1, 9), (5, 13, 23, 14), (3, 6, 10, 8), (12, 7, 2, 12))
 """The worked example: four workers with four numbers each, whose sum is 37 37 36 43."""
 

@@ -14,8 +14,6 @@ from manyhands.strategies.common.collectives.schedule import Algorithm, span_bou
 from manyhands.wire.codec import ParcelCodec, encodes
 from manyhands.wire.parcels import Parcel
 
-__all__ = ["sent_in_memory", "sent_over_links", "traffic_in_memory"]
-
 
 def traffic_in_memory(
     parcels: Sequence[Parcel], rank: int, world: int, owned: Sequence[Sequence[range]] = ()

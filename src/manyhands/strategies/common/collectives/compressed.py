@@ -25,8 +25,6 @@ from manyhands.wire.codec import BadBytes, ErrorFeedback, ParcelCodec, codec_nam
 from manyhands.wire.codecs.powersgd import PowerSgd, sum_factors
 from manyhands.wire.parcels import Parcel
 
-__all__ = ["Compressor"]
-
 _SUMS = 1 << 20  # worker numbers are below this; sums seed their draws with higher ones
 
 

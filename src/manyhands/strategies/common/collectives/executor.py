@@ -33,8 +33,6 @@ from manyhands.transport.liveness import Alarm
 from manyhands.wire.codec import ParcelCodec, encodes, round_trip
 from manyhands.wire.parcels import Parcel
 
-__all__ = ["Op", "ScheduleExecutor"]
-
 Op = Literal["sum", "mean", "max"]
 
 _OPERATIONS: Final = {"sum": SUM, "mean": SUM, "max": MAX}

@@ -31,8 +31,6 @@ from manyhands.transport.link.shared_exchange import SharedExchange
 from manyhands.transport.liveness import Alarm
 from manyhands.transport.messages import ProtocolError
 
-__all__ = ["LinkMessage", "Mailbox"]
-
 LinkMessage = tuple[int, torch.Tensor | Message]
 """A payload of the present round, or a message, and the rank it goes to; it must not change until it is flushed."""
 

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from manyhands.strategies.common.collectives.mailbox import Mailbox
 
-__all__ = ["GradientRows", "row_sparse", "sum_rows"]
-
 _NUMBER_BYTES = 8
 
 

@@ -23,25 +23,6 @@ from typing import NamedTuple
 
 from manyhands.errors import ManyhandsError, UserError
 
-__all__ = [
-    "Algorithm",
-    "Departure",
-    "Fold",
-    "How",
-    "Landing",
-    "Plan",
-    "Receive",
-    "Round",
-    "Schedule",
-    "ScheduleError",
-    "Send",
-    "Step",
-    "Table",
-    "chunk_bounds",
-    "lay_plan",
-    "span_bounds",
-]
-
 
 class ScheduleError(ManyhandsError):
     """A schedule is wrong; the message names the algorithm, the world, the round and the rank."""

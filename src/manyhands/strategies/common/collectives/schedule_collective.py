@@ -31,15 +31,6 @@ from manyhands.wire.codec import ParcelCodec, codec_named, encodes
 from manyhands.wire.names import RAW, auto_error, rounds_hops
 from manyhands.wire.parcels import Parcel
 
-__all__ = [
-    "Background",
-    "CodecChooser",
-    "ScheduleCollective",
-    "barrier_in",
-    "carrier",
-    "over_links",
-]
-
 _SAMPLE_BYTES: Final = 1 << 20
 _TIMES: Final = 3  # of which the fastest counts
 _FEW: Final = 8  # items of what is sent to see what a message takes

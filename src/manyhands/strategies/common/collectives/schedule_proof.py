@@ -23,8 +23,6 @@ from manyhands.errors import UserError
 from manyhands.facts import Machines
 from manyhands.strategies.common.collectives import schedule
 
-__all__ = ["cost", "prove", "replay"]
-
 _V = TypeVar("_V")
 
 

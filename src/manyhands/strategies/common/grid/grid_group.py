@@ -24,19 +24,6 @@ from manyhands.strategies.common.collectives.mailbox import Mailbox
 from manyhands.strategy import MIB
 from manyhands.transport.link.interface import Link
 
-__all__ = [
-    "LinkGroup",
-    "PlayedGroup",
-    "agree_on",
-    "memory_of_sums",
-    "sum_gradients",
-    "traffic_of_agreement",
-    "traffic_of_gradients",
-    "traffic_of_sum",
-    "traffic_of_sums",
-    "waits_of",
-]
-
 # Up to this many bytes every member sends everything to all; above, each sums a part and sends the result to all.
 _AT_ONCE_BYTES: Final = 128 << 10
 # A message of at most this size takes negligible time: waiting for one is waiting for its sender.

@@ -11,8 +11,6 @@ from enum import Enum, unique
 
 from manyhands.errors import UserError
 
-__all__ = ["Grid", "GridAxis", "require_multiple"]
-
 
 @unique
 class GridAxis(Enum):

@@ -21,8 +21,6 @@ from manyhands.native.dtypes import BY_CODE, CODES
 from manyhands.strategies.common.grid.grid_group import LinkGroup
 from manyhands.strategies.common.sharding.optimizers import positions
 
-__all__ = ["Cut", "Held", "HeldModel", "Outline"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:

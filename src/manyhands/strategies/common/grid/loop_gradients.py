@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from manyhands.wire.tap import GradientTap, put
 
-__all__ = ["LoopGradients", "adding_up"]
-
 
 @contextmanager
 def adding_up(parameters: Sequence[nn.Parameter]) -> Iterator[None]:

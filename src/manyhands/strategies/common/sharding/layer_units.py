@@ -23,17 +23,6 @@ from manyhands.native.dtypes import SUMMED
 from manyhands.strategies.common.sharding.sliced_optimizer import Piece
 from manyhands.wire.flat_layout import BucketLayout, bucket_of
 
-__all__ = [
-    "LentMemory",
-    "Unit",
-    "UnitFlow",
-    "UnitMemory",
-    "UnitVisits",
-    "move_buffers",
-    "require_apart",
-    "units_of",
-]
-
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 REST = "what layers share"
 

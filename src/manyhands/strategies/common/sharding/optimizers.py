@@ -18,8 +18,6 @@ from manyhands.data.randomness import preserved, seed_all
 from manyhands.errors import UserError
 from manyhands.facts import Stepping
 
-__all__ = ["KeptState", "cannot_step", "kept_by", "positions", "stepping_for"]
-
 
 def stepping_for(optimizer: Optimizer, ways: Sequence[Stepping], who: str) -> Stepping:
     """The first of `ways`, those of the strategy or setting `who`, in which the optimizer steps as it does together.

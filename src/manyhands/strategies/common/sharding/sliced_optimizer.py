@@ -22,8 +22,6 @@ from manyhands.engine.fusing import may_fuse
 from manyhands.errors import UserError
 from manyhands.strategies.common.sharding.optimizers import positions
 
-__all__ = ["MergedState", "OwnedPiece", "Part", "Piece", "SlicedOptimizer"]
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:

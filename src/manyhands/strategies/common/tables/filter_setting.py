@@ -14,8 +14,6 @@ from typing import Final
 from manyhands.errors import UserError
 from manyhands.strategy import check_choice
 
-__all__ = ["RowFilters", "parse_filters"]
-
 NONE: Final = "none"
 _USUAL: Final = {"kkt": 0.1, "significant": 0.001}
 

@@ -32,8 +32,6 @@ from manyhands.optim import FTRL, ProximalSGD
 from manyhands.strategies.common.tables.filter_setting import RowFilters
 from manyhands.strategies.common.tables.row_tables import mixed
 
-__all__ = ["HeldRows", "is_due", "require_filters", "rests"]
-
 _EVERY = 16
 _ADDS_UP: dict[type[Optimizer], bool] = {FTRL: True, ProximalSGD: False}
 """The optimizers that have an l1, and whether a gradient may come later, in one sum with others."""

@@ -14,21 +14,6 @@ import numpy as np
 from manyhands.native.atomics import array_at
 from manyhands.native.decorators import njit
 
-__all__ = [
-    "adagrad_rows",
-    "adam_rows",
-    "ascend",
-    "first_foreign_row",
-    "ftrl_rows",
-    "mark_rows",
-    "number_rows",
-    "proximal_rows",
-    "put_rows",
-    "sgd_rows",
-    "sum_rows",
-    "take_rows",
-]
-
 
 @njit(cache=True, nogil=True)
 def first_foreign_row(rows: Any, owners: Any, shard: int, num_rows: int) -> int:

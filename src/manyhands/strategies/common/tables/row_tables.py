@@ -34,21 +34,6 @@ from manyhands.errors import UserError
 from manyhands.optim import FTRL, ProximalSGD
 from manyhands.strategies.common.tables import row_kernels as kernels
 
-__all__ = [
-    "Given",
-    "Named",
-    "Placement",
-    "RowGradient",
-    "RowSetNames",
-    "RowSets",
-    "RowTable",
-    "Unknown",
-    "mixed",
-    "name_of",
-    "place",
-    "require_lazy",
-]
-
 _NO_OWNERS = np.empty(0, dtype=np.int16)
 
 

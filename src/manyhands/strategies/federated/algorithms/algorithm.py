@@ -15,8 +15,6 @@ from typing import Any, ClassVar
 from manyhands.strategies.federated.client_states import ClientStates, LocalLayers
 from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate, TallySum, Tensors
 
-__all__ = ["FederatedAlgorithm", "FederatedFacts"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FederatedFacts:

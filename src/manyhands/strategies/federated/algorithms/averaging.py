@@ -14,8 +14,6 @@ from manyhands.errors import UserError
 from manyhands.strategies.federated.algorithms.algorithm import FederatedAlgorithm
 from manyhands.strategies.federated.client_updates import ClientUpdate, TallySum, Tensors
 
-__all__ = ["AVERAGING"]
-
 
 class FedAvg(FederatedAlgorithm):
     """Clients train for some epochs; the model becomes the mean of theirs, weighted by their samples."""

@@ -26,8 +26,6 @@ from manyhands.strategies.common.consistency import Buffered
 from manyhands.strategies.federated.algorithms.algorithm import FederatedAlgorithm
 from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate, TallySum, Tensors
 
-__all__ = ["FedBuff", "duration_s"]
-
 _SPEED, _TRIP, _NEXT = 11, 12, 13
 _SPREAD, _JITTER = 1.0, 0.25  # of the logarithms
 

@@ -39,8 +39,6 @@ from manyhands.strategy import Strategy
 from manyhands.task import Task
 from manyhands.workloads.registry import WORKLOADS, load
 
-__all__ = ["JoiningDevice", "join_rounds"]
-
 _MOST_PLAN_BYTES = 1 << 24
 _MOST_MESSAGE_BYTES = 1 << 24
 _MOST_WORK_BYTES = 1 << 20  # with secure=yes it names all who are asked

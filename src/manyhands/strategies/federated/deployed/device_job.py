@@ -31,8 +31,6 @@ from manyhands.task import Task
 from manyhands.wire.names import RAW
 from manyhands.workloads.registry import WORKLOADS, load
 
-__all__ = ["DataSchema", "FederatedJob", "RoundSettings", "initial_model", "read_columns"]
-
 
 def initial_model(task: Task, seed: int) -> nn.Module:
     """The weights that a run of this seed begins with, as in simulation."""

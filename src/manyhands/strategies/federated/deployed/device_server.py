@@ -32,8 +32,6 @@ from manyhands.strategies.federated.secure.primitives import need_cryptography
 from manyhands.transport.certificates import make_certificates
 from manyhands.transport.security import AUTHORITY, CERTIFICATE, KEY, validity
 
-__all__ = ["ServingPlace", "serve_devices"]
-
 _Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 _Send = Callable[[Mapping[str, Any]], Awaitable[None]]
 _Made = TypeVar("_Made")

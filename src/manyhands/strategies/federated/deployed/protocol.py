@@ -49,28 +49,6 @@ from manyhands.wire.names import has_feedback
 from manyhands.wire.nesting import MOST_NESTED, json_depth
 from manyhands.wire.parcels import Parcel
 
-__all__ = [
-    "BODY",
-    "CLIENT",
-    "MODEL",
-    "MOST_HOLD_S",
-    "SIGNATURE",
-    "SMALL_BYTES",
-    "BackOff",
-    "HttpsClient",
-    "MessageRejected",
-    "Reply",
-    "SendRequest",
-    "TensorForm",
-    "Unreached",
-    "UpdateForm",
-    "body_hash",
-    "enrolment_text",
-    "read_object",
-    "request_text",
-    "whole_in",
-]
-
 LABEL: Final = b"manyhands federated 1"
 CLIENT, SIGNATURE, MODEL, BODY = "x-client", "x-signature", "x-model", "x-body"
 SMALL_BYTES: Final = 1 << 16

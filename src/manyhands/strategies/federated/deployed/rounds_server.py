@@ -40,8 +40,6 @@ from manyhands.strategies.federated.secure.secure_messages import SEALED_BYTES, 
 from manyhands.strategies.federated.secure.secure_protocol import SecureServer, SecureStage
 from manyhands.strategies.federated.update_tally import PlainTally, hash_of, private_sum, tally_for
 
-__all__ = ["RoundServer"]
-
 _MOST_LOSS = 1e9
 _LEAST_BYTES = 4096  # that a message of a secure sum may have
 

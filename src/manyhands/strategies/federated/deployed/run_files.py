@@ -36,8 +36,6 @@ from manyhands.strategies.federated.strategy import Federated
 from manyhands.strategy import Strategy
 from manyhands.wire.parcels import Parcel
 
-__all__ = ["DeviceState", "ServerFiles", "from_hex"]
-
 
 @dataclass(frozen=True, slots=True)
 class DevicePlace:

@@ -21,8 +21,6 @@ from torch import Tensor
 from manyhands.errors import UserError
 from manyhands.strategies.federated.client_updates import ClientUpdate
 
-__all__ = ["LOSS_ITEMS", "MOST_WEIGHT", "FixedPoint", "Words", "sum_of", "words_of"]
-
 RINGS: Final[dict[int, np.dtype[np.unsignedinteger]]] = {  # the k of 2ᵏ, and words that count modulo that
     k: np.dtype(kind) for k, kind in ((16, np.uint16), (32, np.uint32), (64, np.uint64))
 }

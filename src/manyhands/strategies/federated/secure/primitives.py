@@ -25,28 +25,6 @@ from numpy.typing import NDArray
 
 from manyhands.errors import ManyhandsError, UserError, num_of
 
-__all__ = [
-    "KEY_BYTES",
-    "SEAL_BYTES",
-    "SHARE_BYTES",
-    "SIGNATURE_BYTES",
-    "Draw",
-    "ProtocolRefused",
-    "agree",
-    "combine",
-    "derive",
-    "digest_of",
-    "mask_words",
-    "need_cryptography",
-    "open_sealed",
-    "public_identity",
-    "public_key",
-    "seal",
-    "sign",
-    "split",
-    "verify",
-]
-
 KEY_BYTES: Final = 32  # bytes of a public key, a secret key, a seed and a digest
 SIGNATURE_BYTES: Final = 64
 NONCE_BYTES: Final = 12

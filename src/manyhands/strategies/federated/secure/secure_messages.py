@@ -26,23 +26,6 @@ from manyhands.strategies.federated.secure.fixedpoint import LOSS_ITEMS, FixedPo
 from manyhands.strategies.federated.secure.primitives import KEY_BYTES, ProtocolRefused, digest_of
 from manyhands.transport.messages import U32, MessageCoder, ProtocolError
 
-__all__ = [
-    "SEALED_BYTES",
-    "Advertisement",
-    "Confirmation",
-    "Delivery",
-    "KeyList",
-    "MaskedInput",
-    "RoundKeys",
-    "SealedShares",
-    "SecureTerms",
-    "SurvivorList",
-    "UnmaskReply",
-    "UnmaskRequest",
-    "fewest_clients",
-    "point_of",
-]
-
 LABEL: Final = b"manyhands secure sum 1"
 SEALED_BYTES: Final = 2 * crypto.SHARE_BYTES + crypto.SEAL_BYTES  # shares of two secrets, for another client
 _Key = Annotated[bytes, KEY_BYTES]

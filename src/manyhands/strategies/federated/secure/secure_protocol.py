@@ -31,8 +31,6 @@ from manyhands.strategies.federated.secure.secure_messages import (
     point_of,
 )
 
-__all__ = ["RoundAbandoned", "SecureClient", "SecureServer", "SecureStage", "require_signed"]
-
 
 class SecureStage(IntEnum):
     """The message that a party of a round waits for."""

@@ -16,8 +16,6 @@ from manyhands.strategies.ps.shard_store import ShardStore
 from manyhands.strategies.ps.step_ahead import Span, StepAhead
 from manyhands.wire.flat_layout import LINE_BYTES
 
-__all__ = ["AnswersAhead"]
-
 
 class AnswersAhead:
     """All shards of one server process; `send` says whether a member is connected."""

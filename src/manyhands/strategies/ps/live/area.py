@@ -22,8 +22,6 @@ from torch import Tensor
 from manyhands.native.segment import PAGE, Segment, reserve, round_up
 from manyhands.strategies.ps.shard_layout import FlatLayout, ShardRange
 
-__all__ = ["AreaPart", "SharedParameters", "WorkerArea"]
-
 
 class SharedParameters:
     """The single flat copy of the dense parameters that all processes of a host share."""

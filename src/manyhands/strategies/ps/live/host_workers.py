@@ -33,8 +33,6 @@ from manyhands.strategies.ps.shard_store import Contribution, add_up
 from manyhands.transport.hub.hub import Hub
 from manyhands.transport.messages import ProtocolError
 
-__all__ = ["HostWorkers", "WorkerAction"]
-
 WorkerAction = ClientAction | Begin
 
 

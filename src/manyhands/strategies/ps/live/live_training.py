@@ -44,8 +44,6 @@ from manyhands.strategies.ps.slots import SlotTable
 from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategies.ps.update_files import RunRecord, write_record
 
-__all__ = ["RemoteMembers", "ResumePoint", "ServerTraining", "resume_point", "server_summary"]
-
 _RING_EVENTS = 1 << 13
 
 

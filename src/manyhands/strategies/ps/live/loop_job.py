@@ -28,8 +28,6 @@ from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategies.ps.update_files import RunRecord, read_logs, read_record, write_record
 from manyhands.task import Task
 
-__all__ = ["NO_END", "LoopJob", "begin_record", "end_record", "loop_job", "read_orders", "write_orders"]
-
 _log = logging.getLogger("manyhands")
 NO_END: Final = 1 << 50  # a loop of the user's own has as many steps as it takes
 _ORDERS: Final = Path("updates", "orders.json")

@@ -21,8 +21,6 @@ from manyhands.strategies.ps.live.ps_launcher import Launcher
 from manyhands.strategies.ps.live.ps_members import LocalMembers, RunFiles
 from manyhands.strategies.ps.strategy import Ps
 
-__all__ = ["launch_scripts"]
-
 _log = logging.getLogger("manyhands")
 Script = Callable[..., Mapping[str, Any]]  # runs the script in a child, as this role
 

@@ -22,8 +22,6 @@ from manyhands.strategies.ps.live.ps_job import MemberContext, MemberResources
 from manyhands.strategies.ps.live.ps_members import ps_ranks
 from manyhands.strategies.ps.live.remote import receive_part
 
-__all__ = ["join_scripts", "lead_scripts"]
-
 _log = logging.getLogger("manyhands")
 
 

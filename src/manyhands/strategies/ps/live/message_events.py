@@ -16,8 +16,6 @@ from manyhands.strategies.ps.log_rows import StepRow
 from manyhands.strategies.ps.ps_messages import HostPush, Parameters, Push, Read, ReadRows, RowValues
 from manyhands.strategies.ps.strategy import Ps
 
-__all__ = ["ServerRecords"]
-
 _WITH_PAYLOAD = (Push, ReadRows)
 _READING = (Push, Read)
 

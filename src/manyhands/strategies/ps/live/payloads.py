@@ -27,8 +27,6 @@ from manyhands.strategies.ps.shard_layout import FlatLayout
 from manyhands.strategies.ps.shard_store import Contribution, byte_view
 from manyhands.transport.messages import ProtocolError
 
-__all__ = ["Gradients"]
-
 
 class Gradients:
     """All gradients of one server process; with `inline`, workers share no memory with it and send everything.

@@ -36,8 +36,6 @@ from manyhands.transport.liveness import LivenessTimes
 from manyhands.transport.messages import MessageCoder
 from manyhands.transport.security import Security
 
-__all__ = ["AHEAD_BYTES", "CODEC", "Job", "MemberContext", "MemberResources"]
-
 CODEC = MessageCoder(
     {
         1: ps_messages.Hello,

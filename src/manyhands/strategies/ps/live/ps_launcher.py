@@ -25,8 +25,6 @@ from manyhands.strategies.ps.live.ps_members import Assemble, RunFiles, RunMembe
 from manyhands.strategies.ps.ps_membership import MembershipPlan, PsMembership
 from manyhands.strategies.ps.ps_messages import Concluded, Installed, View
 
-__all__ = ["LaunchOutcome", "Launcher", "Recoveries"]
-
 _SHARDS = "every shard"
 
 

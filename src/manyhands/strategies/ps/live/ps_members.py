@@ -45,17 +45,6 @@ from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategies.ps.update_files import record_mark, record_of, record_rows, take_record
 from manyhands.transport.messages import ProtocolError
 
-__all__ = [
-    "Assemble",
-    "LocalMembers",
-    "PsRanks",
-    "RoleMembers",
-    "RunFiles",
-    "RunKeeper",
-    "RunMembers",
-    "ps_ranks",
-]
-
 
 class RunMembers(MemberProcesses, Protocol):
     """The servers and workers of a run."""

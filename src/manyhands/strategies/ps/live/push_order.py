@@ -21,8 +21,6 @@ from manyhands.strategies.ps.ps_messages import Push
 from manyhands.transport.hub.hub import Hub
 from manyhands.transport.liveness import forget_in_children
 
-__all__ = ["HostGate", "PushOrder"]
-
 _BACKLOG = 128
 
 

@@ -47,21 +47,6 @@ from manyhands.strategies.ps.shard_store import ShardStore
 from manyhands.strategies.ps.update_files import RecordMark, is_record, record_files, record_mark
 from manyhands.transport.messages import ProtocolError
 
-__all__ = [
-    "BUFFERS",
-    "PARTS",
-    "WANTS",
-    "Shipment",
-    "SnapshotWanted",
-    "TakePart",
-    "final_chunks",
-    "pack_snapshot",
-    "receive_part",
-    "take_final",
-    "take_part",
-    "unpack_snapshot",
-]
-
 _LOOK_S: Final = 0.5
 _STANDS_BY_S: Final = 60.0
 _CHUNK_BYTES: Final = 1 << 20

@@ -10,28 +10,6 @@ from manyhands.places.local.control import TypedNotes
 from manyhands.strategies.ps.client_core import Reason
 from manyhands.strategies.ps.ps_messages import Concluded, Installed, View
 
-__all__ = [
-    "ORDERS",
-    "REPORTS",
-    "Evaluated",
-    "Finish",
-    "LeaveShards",
-    "LeftShard",
-    "LossBook",
-    "Notice",
-    "PlaceGiven",
-    "PlaceLost",
-    "RestoreShard",
-    "ServerListens",
-    "ShardsLeft",
-    "ShardsWelcomed",
-    "StepComputed",
-    "StepSkipped",
-    "ViewPublished",
-    "WorkerLeft",
-    "WorkerReady",
-]
-
 # ── a member reports ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 

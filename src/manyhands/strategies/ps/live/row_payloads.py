@@ -34,22 +34,6 @@ from manyhands.strategies.ps.shard_layout import FlatLayout, Table
 from manyhands.transport.messages import ProtocolError
 from manyhands.wire.flat_layout import LINE_BYTES
 
-__all__ = [
-    "PartOfSet",
-    "Said",
-    "UnknownSets",
-    "Vetted",
-    "add_part",
-    "least_bytes",
-    "most_bytes",
-    "pack",
-    "pack_rests",
-    "take_rests",
-    "take_sets",
-    "take_values",
-    "values_bytes",
-]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartOfSet:

@@ -47,8 +47,6 @@ from manyhands.strategies.ps.shard_layout import merge
 from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategy import Strategy
 
-__all__ = ["ServedLoop"]
-
 _LOOK_S: Final = 0.02
 _SAME_VERSION_S: Final = 5.0
 _ASK_AGAIN_S: Final = 2.0

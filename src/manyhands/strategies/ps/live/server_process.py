@@ -75,8 +75,6 @@ from manyhands.strategies.ps.update_files import ShardRecorder
 from manyhands.transport.hub.hub_events import Arrived, Arriving, Joined, Lost, Ready, Rejected, Shared
 from manyhands.transport.messages import ProtocolError
 
-__all__ = ["require_sense", "serve", "serve_with"]
-
 _LOOK_S = 0.2
 _FROM_WORKERS = (Push, HostPush, Read, Hello, ReadRows, CopyShard)
 _FROM_SERVERS = (Forward, Forwarded, Install, Yield, Chosen, ChosenKept)

@@ -31,8 +31,6 @@ from manyhands.strategies.ps.shard_store import ShardStore
 from manyhands.transport.messages import ProtocolError
 from manyhands.wire.flat_layout import LINE_BYTES
 
-__all__ = ["ServerTables", "final_bytes", "final_tables", "leave_tables"]
-
 _LEAST_CAPACITY_BYTES = 64 << 10
 _SHARE_FOR_SETS = 4
 _KEPT_BYTES = 4 << 20

@@ -21,8 +21,6 @@ from manyhands.wire.codec import BadBytes, codec_named, encodes
 from manyhands.wire.flat_layout import LINE_BYTES
 from manyhands.wire.parcels import Parcel, gaps_between
 
-__all__ = ["RangeCoding", "as_tensor"]
-
 _LENGTH_BYTES = 8
 
 

@@ -29,8 +29,6 @@ from manyhands.strategies.ps.shard_layout import ShardState
 from manyhands.strategies.ps.slots import SlotTable
 from manyhands.transport.messages import ProtocolError
 
-__all__ = ["ShardSnapshot", "ShardSnapshots", "ToCome", "batches_to_come", "pack_install", "unpack_install"]
-
 _LENGTH = struct.Struct("<Q")
 
 

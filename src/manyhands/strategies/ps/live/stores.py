@@ -32,8 +32,6 @@ from manyhands.strategies.ps.shard_store import ShardStore, byte_view
 from manyhands.strategies.ps.update_files import ShardRecorder
 from manyhands.transport.hub.hub import Hub
 
-__all__ = ["ShardKeeping", "Stores"]
-
 
 class Stores:
     """The stores by shard; `is_primary` says which shards this server serves, whose workers read `shared` if given.

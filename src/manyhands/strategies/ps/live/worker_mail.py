@@ -36,8 +36,6 @@ from manyhands.transport.hub.hub import Hub
 from manyhands.transport.link.wire import Wire, wire_of
 from manyhands.transport.messages import ProtocolError
 
-__all__ = ["WorkerMail", "message_number", "require_shard", "wire_of_link"]
-
 _MAX_NUMBER = 2**32 - 1
 _ORDERED_FROM_BYTES = 1 << 20  # below this, waiting for another worker takes longer than its push
 _FOR_WORKERS = (

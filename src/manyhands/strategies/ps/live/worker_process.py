@@ -47,8 +47,6 @@ from manyhands.transport.hub.hub_events import Arrived, Joined, Lost, Ready, Sha
 from manyhands.transport.link.wire import Wire
 from manyhands.transport.messages import ProtocolError
 
-__all__ = ["SlotSession", "work", "work_with"]
-
 _LOOK_S = 0.2
 _AGAIN_S = 0.01
 _MOMENT_S = 0.001

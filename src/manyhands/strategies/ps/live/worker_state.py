@@ -29,8 +29,6 @@ from manyhands.strategies.ps.update_files import Recorder
 from manyhands.wire.codec import check_optimizer
 from manyhands.wire.tap import GradientTap, put
 
-__all__ = ["OwnSteps", "ReplicaModel", "ResidualMemory", "WorkerState", "is_kept"]
-
 _LOOK_S = 0.2
 
 

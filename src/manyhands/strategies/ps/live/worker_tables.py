@@ -45,8 +45,6 @@ from manyhands.task import RowsOf
 from manyhands.transport.messages import ProtocolError
 from manyhands.wire.flat_layout import LINE_BYTES
 
-__all__ = ["WorkerTables", "tables_of"]
-
 _SETS_PER_SERVER = 1 << 14
 _HELD = "held/"  # before the name of a table, in what is saved
 _NO_ROWS = torch.empty(0, dtype=torch.int64)
