@@ -95,9 +95,10 @@ def _steps_table(result: dict[str, Any]) -> str:
             ]
         )
     counts = [len(one["step_s_rounds"]) for row in result["cells"] for one in row["ways"]]
+    rounds = " to ".join(map(str, sorted({min(counts), max(counts)})))
     about = (
         f"`allreduce` on {result['cores']} cores, {result['cells'][0]['gradient_bytes'] / 1e6:.1f} MB of gradients of "
-        f"16 layers, medians of {min(counts)} to {max(counts)} rounds, load {result['load_before']:.1f} when it began."
+        f"16 layers, medians of {rounds} rounds, load {result['load_before']:.1f} when it began."
     )
     return f"{about}\n\n{markdown(table)}"
 
