@@ -1,4 +1,4 @@
-"""The template that workers are forked from, in scripts of their own: begun early, by a thread, in large pages."""
+"""The template that workers are forked from, in scripts of their own: begun early, and by a thread."""
 
 from __future__ import annotations
 
@@ -76,25 +76,3 @@ def test_a_run_may_follow_one_of_another_thread() -> None:
     script = _TASK + _IN_THE_BACKGROUND + _IN_A_THREAD
     done = warm.run([sys.executable, "-c", script], trains=3, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout) == (0, "2\n2\n"), done.stderr
-
-
-_LARGE = """
-import mmap
-from pathlib import Path
-from manyhands.places.local.forking import LARGE_BYTES, use_large_pages
-def large_kb():
-    text = Path("/proc/self/smaps_rollup").read_text()
-    return int(text.partition("AnonHugePages:")[2].split()[0])
-held = mmap.mmap(-1, 4 * LARGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-held[:] = bytes(range(256)) * (4 * LARGE_BYTES // 256)
-count = use_large_pages()
-assert held[:] == bytes(range(256)) * (4 * LARGE_BYTES // 256)
-assert (large_kb() > 0) == (count > 0), (large_kb(), count)
-assert count == 0 or count >= 3
-print("read again")
-"""
-
-
-def test_memory_that_was_put_into_large_pages_is_as_it_was() -> None:
-    done = warm.run([sys.executable, "-c", _LARGE], capture_output=True, text=True, timeout=240)
-    assert (done.returncode, done.stdout) == (0, "read again\n"), done.stderr

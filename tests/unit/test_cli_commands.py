@@ -121,32 +121,6 @@ def test_commands_are_listed_by_what_one_wants_to_do(
 
 
 @pytest.mark.parametrize(
-    ("old", "now"),
-    [
-        ("watch R --port 1", "show R --port 1"),
-        ("report R --out F", "show R --out F --as file"),
-        ("timeline R", "show R --as trace"),
-        ("timeline R --format svg", "show R --as svg"),
-        ("timeline R --format=svg", "show R --as=svg"),
-        ("timeline R --out a.svg", "show R --out a.svg"),
-        ("tensorboard R", "show R --as tensorboard"),
-    ],
-)
-def test_an_old_name_says_the_new_one_and_does_the_same(
-    old: str, now: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = {}
-    for words in (old, now):
-        monkeypatch.setattr("sys.argv", ["manyhands", *words.split()])
-        with pytest.raises(SystemExit) as end:
-            main()
-        said[words] = end.value.code, capsys.readouterr().err.splitlines()
-    assert said[old][0] == said[now][0] == 2, "there is no run R"
-    assert f"is now `{now}`" in said[old][1][0]
-    assert said[old][1][1:] == said[now][1]
-
-
-@pytest.mark.parametrize(
     ("words", "named"),
     [("--steps 1:2", "--steps"), ("--as file --steps 1:2", "--steps"), ("--as page --out a", "--out")],
 )

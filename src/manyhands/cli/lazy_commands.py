@@ -6,8 +6,6 @@ What the words of a command show before it is parsed, so that a mistake is not p
 from __future__ import annotations
 
 import inspect
-import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from importlib import import_module
@@ -68,12 +66,6 @@ def lazy_app(groups: Mapping[str, Mapping[str, LazyCommand]], **about: Any) -> t
 
     class LazyCommands(TyperGroup):
         def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-            if args and (now := _renamed(args)) is not None:
-                print(
-                    f"manyhands: `{args[0]}` is now `{' '.join(now)}`; the next release drops the old name",
-                    file=sys.stderr,
-                )
-                args = now
             if args and args[0] in commands:
                 command = commands[args[0]]
                 if len(args) > 1 and "--help" not in args:
@@ -94,23 +86,6 @@ def lazy_app(groups: Mapping[str, Mapping[str, LazyCommand]], **about: Any) -> t
     for name, command in commands.items():
         app.command(name, help=command.help)(lambda: None)
     return app
-
-
-_NOW_SHOW = {"watch": "page", "report": "file", "timeline": "trace", "tensorboard": "tensorboard"}
-
-
-def _renamed(words: list[str]) -> list[str] | None:
-    """What an old name is now: `show RUN --as …`; None for a command that has its name. To go with the next release."""
-    form = _NOW_SHOW.get(words[0])
-    if form is None:
-        return None
-    rest = [re.sub("^--format(?==|$)", "--as", word) for word in words[1:]]
-    said = (
-        any(word.partition("=")[0] == "--as" for word in rest)
-        or "--help" in rest
-        or (form == "trace" and any(word.endswith(".svg") for word in rest))
-    )
-    return ["show", *rest, *([] if said or form == "page" else ["--as", form])]
 
 
 def forks_workers(words: Sequence[str]) -> bool:

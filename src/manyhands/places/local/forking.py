@@ -30,7 +30,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 FRAME_BYTES = 1 << 20
@@ -47,8 +46,6 @@ born_children: list[tuple[int, socket.socket]] = []
 _TAKEN_APART = ("torch", "numba", "llvmlite")
 """Whose finalizers change nothing but memory that ends with the process."""
 
-_MANY_FORKS = 8  # after so many, and without a request in `_QUIET_MS`, it pays to make the next ones cheaper
-_QUIET_MS = 100
 _RUNNING_MS = 1000
 """If nothing was requested for so long after a fork, a run is in progress: modules for later forks are imported."""
 
@@ -181,19 +178,14 @@ def _serve(control: socket.socket, spec: TemplateSpec) -> _Born | None:
     """In the template, None at the end; in a fork, what it is."""
     poll = _poll_for(control, spec)
     soon, later = list[str](), list(spec.later)
-    num_forks, is_large, has_waited = 0, False, True
+    has_waited = True
     why_none = "no batch has begun"
     while True:
-        pays = num_forks >= _MANY_FORKS and not is_large
-        wait_ms = _QUIET_MS if pays else 0 if has_waited else _RUNNING_MS
-        ready = poll.poll(0 if soon else wait_ms if pays or later else None)
-        if not ready and (soon or not pays):
+        wait_ms = (0 if has_waited else _RUNNING_MS) if later else None
+        ready = poll.poll(0 if soon else wait_ms)
+        if not ready:
             has_waited = has_waited or not soon
             _import_all([(soon or later).pop(0)])
-            continue
-        if not ready:
-            use_large_pages()
-            is_large = True
             continue
         match _next_of(control, spec, ready):
             case None:
@@ -209,7 +201,6 @@ def _serve(control: socket.socket, spec: TemplateSpec) -> _Born | None:
                 if isinstance(born, str):
                     why_none = born
                 else:
-                    num_forks += born
                     has_waited = False
                     _reply(control, done=True)
             case {"end": _}, _:
@@ -219,8 +210,8 @@ def _serve(control: socket.socket, spec: TemplateSpec) -> _Born | None:
                 _close_all(passed)
 
 
-def _serve_batch(control: socket.socket, spec: TemplateSpec) -> _Born | int | str:
-    """In the template, how many were forked, or a word on why nobody else can be; in a fork, what it is."""
+def _serve_batch(control: socket.socket, spec: TemplateSpec) -> _Born | str | None:
+    """In the template None, or a word on why nobody else can be forked; in a fork, what it is."""
     try:
         between = os.fork()
     except OSError as error:
@@ -232,19 +223,17 @@ def _serve_batch(control: socket.socket, spec: TemplateSpec) -> _Born | int | st
         why = f"the process that forks them was killed by signal {os.WTERMSIG(status)}"
         _reply(control, error=why)  # to the caller that waits for a fork; without one, to the next
         return why
-    return os.WEXITSTATUS(status)
+    return None
 
 
 def _live_between(control: socket.socket, spec: TemplateSpec) -> _Born:
     # Fork whoever is asked for, and end with the batch; it returns in these forks, when the launcher is their parent.
-    # Its exit status is how many there were, as far as a status can say.
-    count = 0
     try:
         poll, own = _poll_for(control, spec), os.pidfd_open(os.getpid())
         while True:
             request, passed = _next_of(control, spec, poll.poll()) or (None, ())
             if not isinstance(request, ForkRequest):
-                os._exit(min(count, 255))
+                os._exit(0)
             try:
                 worker = _fork_leader()
             except OSError as error:
@@ -253,14 +242,13 @@ def _live_between(control: socket.socket, spec: TemplateSpec) -> _Born:
                 if worker == 0:
                     _await_adoption(spec, own)
                     return request, list(passed)
-                count += 1
                 pidfd = os.pidfd_open(worker)
                 socket.send_fds(control, [json.dumps({"pid": worker}).encode()], [pidfd])
                 os.close(pidfd)
             _close_all(passed)
     except BaseException:
         traceback.print_exc()
-        os._exit(min(count, 255))
+        os._exit(0)
 
 
 def _fork_leader() -> int:
@@ -405,22 +393,3 @@ def _take_threads(count: str) -> None:
 def _show_name(name: bytes) -> None:
     # What a list of processes shows, at most 15 letters.
     ctypes.CDLL(None).prctl(_PR_SET_NAME, ctypes.c_char_p(name[:15]), 0, 0, 0)
-
-
-LARGE_BYTES = 2 << 20
-_MADV_COLLAPSE = 25
-
-
-def use_large_pages() -> int:
-    """Put the memory that belongs to no file into large pages, 0.25 s for 200 MB; how many, 0 before Linux 6.1."""
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    found: list[
-        int
-    ] = []  # all that could be a large page: aligned, and within one private mapping of no file
-    for mapping in Path("/proc/self/maps").read_text().splitlines():
-        addresses, allowed, _offset, _device, _inode, *name = mapping.split(maxsplit=5)
-        if allowed == "rw-p" and (not name or name == ["[heap]"]):
-            start, end = (int(address, 16) for address in addresses.split("-"))
-            found += range(-(-start // LARGE_BYTES) * LARGE_BYTES, end - LARGE_BYTES + 1, LARGE_BYTES)
-    return sum(madvise(start, LARGE_BYTES, _MADV_COLLAPSE) == 0 for start in found)
