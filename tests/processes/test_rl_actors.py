@@ -139,7 +139,7 @@ def test_an_asynchronous_run_with_kills_is_replayed_to_the_byte(tmp_path: Path) 
 
     (record,) = read_tickets(path)
     assert record.rows == actors.log[: len(record.rows)]  # what ended after the last batch changed nothing
-    assert audit_tickets([record], 40) == []
+    assert audit_tickets([record]) == []
     again = Actors(job(6), settings(lag=2), START, replayed=record)
     assert trained(again, 40) == (weights, episodes)
     assert again.facts().lags == facts.lags

@@ -12,9 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.errors import UserError
+from acted import ActorKiller, in_sight
+from commands import run_command
+from manyhands.errors import DataError, UserError
 from manyhands.strategies.ps.audit import audit_run
 from manyhands.workloads.rl.policy_gradients import PolicyGradient
+from manyhands.workloads.rl.run_tickets import audit_run_tickets, log_of, starts_of
 
 pytestmark = pytest.mark.timeout(120)
 QUIET = mh.Options(progress="none", allow_overload=True)
@@ -53,11 +56,13 @@ def policy(dtype: torch.dtype = torch.float64) -> nn.Module:
     return mh.rl.ActorCritic((2,), 2, hidden=16).to(dtype)
 
 
-def corridor(algorithm: PolicyGradient | None = None, environments: int = 7, **actors: int) -> mh.Task:
+def corridor(
+    algorithm: PolicyGradient | None = None, environments: int = 7, environment: Any = Corridor, **actors: int
+) -> mh.Task:
     return mh.rl.task(
         policy=policy,
         algorithm=algorithm or mh.rl.A2C(),
-        environment=Corridor,
+        environment=environment,
         environments=environments,
         length=8,
         optimizer=partial(torch.optim.Adam, lr=1e-2),
@@ -136,3 +141,141 @@ def test_actors_keep_within_the_lag_and_learn() -> None:
 def test_actors_that_do_not_fit_are_refused(given: dict[str, int], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         corridor(**given)
+
+
+def acted(**given: Any) -> mh.Task:
+    return corridor(**{"algorithm": mh.rl.Impala(), "environments": 8, "actors": 4, "lag": 2, **given})
+
+
+class EndsAfter(mh.Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, row: Any) -> None:
+        if row["step"] == self.step:
+            raise ZeroDivisionError
+
+
+def verdict(run: Path) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    found = audit_run_tickets(run)
+    assert found is not None
+    return found.verdict, found.broken, found.missing
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers"), [("single", 1), ("mirrored", 2), ("ps consistency=bounded:1", 2)]
+)
+def test_a_run_with_actors_is_audited_and_replayed_to_the_same_bytes(
+    strategy: str, workers: int, tmp_path: Path
+) -> None:
+    """Also where actors are killed meanwhile, which is noticed, and the log has each batch of a PPO once."""
+    killer, ppo = ActorKiller(tmp_path / "actors", every=4, kills=5), mh.rl.PPO(epochs=1, minibatches=2)
+    task = acted(algorithm=ppo, environment=partial(in_sight, killer.folder, Corridor))
+    options = mh.Options(progress="none", allow_overload=True, callbacks=[killer])
+    run = mh.fit(task, strategy, workers=workers, steps=40, out=tmp_path / "run", options=options)
+    assert run.path is not None
+    assert killer.killed == 5
+    assert (
+        sum("was killed by SIGKILL" in note for note in run.summary["notes"]) >= 4
+    )  # the last may not be missed
+    assert verdict(run.path) == ("complete", (), ())
+    found = audit_run_tickets(run.path)
+    assert found is not None
+    assert sum(log.batches for log in found.logs) == 20 * (1 if strategy == "single" else 2) / (
+        1 + ("ps" in strategy)
+    )
+    again = mh.replay(run.path, acted(algorithm=ppo))
+    assert again.same_bytes
+    assert torch.equal(weights(again.model), weights(run.model))
+    with pytest.raises(UserError, match="is not a run of this task"):
+        mh.replay(run.path, acted(algorithm=ppo, environments=16))
+
+
+def test_a_resumed_run_continues_its_log_and_is_replayed(tmp_path: Path) -> None:
+    """It was ended in the middle of PPO's passes over a batch; a resumed run begins with a new batch."""
+    task = partial(acted, algorithm=mh.rl.PPO(epochs=2, minibatches=2))
+    kept = mh.Options(progress="none", allow_overload=True, checkpoint_every=7, callbacks=[EndsAfter(18)])
+    with pytest.raises(ZeroDivisionError):
+        mh.fit(task(), "single", workers=1, steps=30, out=tmp_path / "run", options=kept)
+    assert verdict(tmp_path / "run")[::2] == ("incomplete", ("the run did not finish: it has no summary",))
+    run = mh.fit(task(), "single", workers=1, steps=30, out=tmp_path / "run", resume=True, options=QUIET)
+    assert verdict(tmp_path / "run") == ("complete", (), ())
+    starts = starts_of(tmp_path / "run", range(8))
+    assert sorted(starts) == [0, 14]
+    assert starts[0].end > 14  # beyond the checkpoint
+    again = mh.replay(tmp_path / "run", task())
+    assert again.same_bytes
+    assert torch.equal(weights(again.model), weights(run.model))
+
+
+def test_what_the_log_of_a_run_lacks_is_said(tmp_path: Path) -> None:
+    run = mh.fit(acted(), "mirrored", workers=2, steps=10, out=tmp_path / "run", options=QUIET)
+    assert run.path is not None
+    log = log_of(run.path, range(4, 8))
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(lines[:-1]))
+    assert verdict(run.path) == (
+        "incomplete", (), ("the log of environment 4 ends at step 9, but the run made 10",)
+    )  # fmt: skip
+    log.write_text("".join(line for line in lines if not line.startswith('{"acted":[5,')))
+    kind, broken, _ = verdict(run.path)
+    assert (kind, broken[0]) == ("broken", "environments 4 to 7: ticket 5 was never finished")
+    log.unlink()
+    assert verdict(run.path) == ("incomplete", (), ("no log has the tickets of environment 4",))
+    (tmp_path / "run" / "tickets").rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="only runs of ps, and runs with actors, can be audited"):
+        audit_run(run.path)
+    with pytest.raises(DataError, match="cannot be read"):
+        mh.replay(run.path, acted())
+
+
+def test_a_run_whose_log_cannot_be_written_says_so(tmp_path: Path) -> None:
+    class InTheWay(mh.Callback):
+        def on_begin(self, beginning: Any) -> None:
+            (beginning.path / "tickets").touch()
+
+    options = mh.Options(progress="none", allow_overload=True, callbacks=[InTheWay()])
+    run = mh.fit(acted(), "single", workers=1, steps=5, out=tmp_path / "run", options=options)
+    (note,) = (one for one in run.summary["notes"] if "tickets" in one)
+    assert note.endswith("the log of tickets ends; the run continues, but cannot be replayed or audited")
+
+
+def test_without_actors_there_is_nothing_to_replay_but_the_run(tmp_path: Path) -> None:
+    run = mh.fit(corridor(), "single", workers=1, steps=2, out=tmp_path / "run", options=QUIET)
+    assert run.path is not None
+    with pytest.raises(
+        UserError, match="is a run of single without actors: it has no record, and needs none"
+    ):
+        mh.replay(run.path, corridor())
+
+
+def test_the_commands_audit_and_replay_a_run_with_actors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(tmp_path / "run")
+    train = (
+        "train",
+        "rl",
+        "--algorithm",
+        "impala",
+        "--actors",
+        "2",
+        "--environments",
+        "4",
+        "--episodes",
+        "2",
+    )
+    assert run_command(monkeypatch, *train, "--strategy", "single", "--steps", "12", "--out", run) == 0
+    capsys.readouterr()
+    assert run_command(monkeypatch, "audit", run) == 0
+    _, numbers, last = capsys.readouterr().out.splitlines()
+    assert numbers.split()[:6] == ["0", "to", "3", "1", "12", "24"]
+    assert last == "tickets of actors · complete"
+    assert run_command(monkeypatch, "replay", run) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("12 steps replayed in ")
+    assert said.endswith("every batch is the recorded one, and the weights are the same bytes\n")
+    log = log_of(Path(run), range(4))
+    log.write_text(log.read_text().replace('{"update":3', '{"update":4', 1))
+    assert run_command(monkeypatch, "audit", run) == 1
+    assert "batch 4 was complete where batch 3 was next" in capsys.readouterr().err

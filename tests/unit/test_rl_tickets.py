@@ -29,10 +29,10 @@ def test_an_actor_runs_ahead_by_the_lag_and_then_waits() -> None:
 
 
 def test_without_lag_every_ticket_has_its_actor() -> None:
-    tickets = Tickets(3, 3, lag=0, first_update=7)
-    assert [begun(tickets, actor, 7).number for actor in (2, 0, 1)] == [23, 21, 22]
-    assert tickets.begin(0, 7) == WaitFor(version=8), "though it is the first to be free"
-    assert [begun(tickets, actor, 8).number for actor in (1, 0)] == [25, 24]
+    tickets = Tickets(3, 3, lag=0)
+    assert [begun(tickets, actor, 0).number for actor in (2, 0, 1)] == [2, 0, 1]
+    assert tickets.begin(0, 0) == WaitFor(version=1), "though it is the first to be free"
+    assert [begun(tickets, actor, 1).number for actor in (1, 0)] == [4, 3]
 
 
 def test_a_batch_is_in_the_order_of_its_tickets_and_waits_for_all() -> None:
@@ -80,12 +80,11 @@ class Machine:
     actors: int
     draw: random.Random
     deaths: float
-    first_update: int = 0
     weights: dict[int, str] = field(default_factory=dict)
     lags: Counter[int] = field(default_factory=Counter)
 
     def run(self, updates: int) -> str:
-        version = self.first_update
+        version = 0
         self.weights[version] = "initial"
         speeds = [self.draw.choice([1, 1, 1, 30]) for _ in range(self.actors)]
         acting: dict[int, Ticket] = {}
@@ -133,18 +132,17 @@ def digest(*parts: str) -> str:
 def test_any_order_with_deaths_keeps_every_promise_and_is_replayed(seed: int) -> None:
     draw = random.Random(seed)
     actors, per_update = draw.randint(1, 5), draw.randint(1, 6)
-    lag, first = draw.choice([0, 0, 1, 2, 7]), draw.choice([0, 0, 5])
-    updates = first + 30
-    tickets = Tickets(actors, per_update, lag, first_update=first)
-    machine = Machine(tickets, actors, draw, draw.choice([0.0, 0.02, 0.2]), first)
+    lag, updates = draw.choice([0, 0, 1, 2, 7]), 30
+    tickets = Tickets(actors, per_update, lag)
+    machine = Machine(tickets, actors, draw, draw.choice([0.0, 0.02, 0.2]))
     weights = machine.run(updates)
-    assert audit(tickets.log, per_update, lag, updates, first) == []
+    assert audit(tickets.log, per_update, lag, updates) == []
     assert max(machine.lags) <= lag
 
-    again = Tickets(actors, per_update, lag, first_update=first, forced=tickets.log)
-    other_order = Machine(again, actors, random.Random(seed + 1000), 0.0, first)
+    again = Tickets(actors, per_update, lag, forced=tickets.log)
+    other_order = Machine(again, actors, random.Random(seed + 1000), 0.0)
     assert other_order.run(updates) == weights
-    assert audit(again.log, per_update, lag, updates, first) == []
+    assert audit(again.log, per_update, lag, updates) == []
 
 
 def test_the_simulation_reaches_deaths_and_every_lag() -> None:

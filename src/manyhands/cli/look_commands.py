@@ -25,6 +25,7 @@ from manyhands.errors import UserError, format_bytes, num_of
 if TYPE_CHECKING:
     from manyhands.observe.analyse.view import RunView
     from manyhands.strategies.ps.audit import AuditedRun
+    from manyhands.workloads.rl.run_tickets import AuditedTickets
 
 
 class Form(StrEnum):
@@ -198,6 +199,8 @@ def explain_command(asked: _ExplainOptions) -> None:
 
 _EXIT = {"complete": 0, "restored": 0, "broken": 1, "incomplete": 3}
 """By verdict; 2 says that there is nothing to audit."""
+_SAME_GRADIENTS = "every gradient is the recorded one"
+_TICKET_COLUMNS = ("environments", "starts", "batches", "tickets", "lag, mean", "max", "dropped")
 _COLUMNS = (
     *("shard", "batches", "steps", "updates", "stale, mean"),
     *("max", "late", "skipped", "lost", "restored"),
@@ -209,19 +212,43 @@ def audit_command(run: Annotated[Path, typer.Argument(help="The run's directory.
 
     Exit status: 0 for the first two, 3 for incomplete, 1 for broken.
     """
-    from manyhands.strategies.ps.audit import audit_run
+    from manyhands.strategies.ps.audit import audit_run, is_of_servers
+    from manyhands.workloads.rl.run_tickets import audit_run_tickets
 
-    audited = audit_run(run)
-    found = audited.found
-    for note in audited.notes:
-        print(f"manyhands: {note}", file=sys.stderr)
-    _print(audited)
-    sentences = [violation.sentence for violation in found.violations] or list(found.missing)
+    statuses, sentences = list[int](), list[str]()
+    tickets = audit_run_tickets(run)
+    if tickets is not None:
+        _print_tickets(tickets)
+        statuses.append(_EXIT[tickets.verdict])
+        sentences += tickets.broken or tickets.missing
+    if tickets is None or is_of_servers(run):
+        audited = audit_run(run)
+        found = audited.found
+        for note in audited.notes:
+            print(f"manyhands: {note}", file=sys.stderr)
+        _print(audited)
+        statuses.append(_EXIT[found.verdict.value])
+        sentences += [violation.sentence for violation in found.violations] or list(found.missing)
     if sentences:
         more = f" (and {len(sentences) - 1} more)" if len(sentences) > 1 else ""
         print(f"manyhands: {sentences[0]}{more}", file=sys.stderr)
-    if _EXIT[found.verdict.value]:
-        raise typer.Exit(_EXIT[found.verdict.value])
+    if any(statuses):
+        raise typer.Exit(1 if 1 in statuses else max(statuses))
+
+
+def _print_tickets(audited: AuditedTickets) -> None:
+    from manyhands.observe.draw.time_table import plain_table
+
+    rows = []
+    for log in audited.logs:
+        acted = log.lags.total()
+        mean = f"{sum(lag * count for lag, count in log.lags.items()) / acted if acted else 0:.2f}"
+        names = f"{log.environments.start} to {log.environments.stop - 1}"
+        row = (names, log.starts, log.batches, acted, mean, max(log.lags, default=0), log.dropped)
+        rows.append([str(cell) for cell in row])
+    out = Console(highlight=False)
+    out.print(plain_table(_TICKET_COLUMNS, rows, words=0))
+    out.print(f"tickets of actors · {audited.verdict}", soft_wrap=True)
 
 
 def _print(audited: AuditedRun) -> None:
@@ -254,6 +281,7 @@ class _ReplayOptions:
 def replay_command(asked: _ReplayOptions) -> None:
     from manyhands.data.store.atomic import write_atomically
     from manyhands.data.store.tensorfile import encode_tensors
+    from manyhands.strategies.ps.audit import is_of_servers
     from manyhands.strategies.ps.replay import replay
 
     began = time.monotonic()
@@ -264,10 +292,13 @@ def replay_command(asked: _ReplayOptions) -> None:
     done = replay(asked.run, until=asked.until)
     for note in done.notes:
         print(f"manyhands: {note}", file=sys.stderr)
-    print(
-        f"{num_of(done.updates, 'update')} replayed in {time.monotonic() - began:.1f} s: "
-        f"{num_of(done.steps, 'step')} at every shard, {format_bytes(done.extra_bytes)} of copies"
-    )
+    took, same = f"replayed in {time.monotonic() - began:.1f} s", "every batch is the recorded one"
+    if is_of_servers(asked.run):
+        copies, same = format_bytes(done.extra_bytes), _SAME_GRADIENTS
+        steps = num_of(done.steps, "step")
+        print(f"{num_of(done.updates, 'update')} {took}: {steps} at every shard, {copies} of copies")
+    else:
+        print(f"{num_of(done.steps, 'step')} {took}")
     values = ({} if done.loss is None else {"loss": done.loss}) | (done.metrics or {})
     own = ({} if done.run_loss is None else {"loss": done.run_loss}) | done.run_metrics
     beside = {name: f" (in the run {value:.4f})" for name, value in own.items()}
@@ -275,7 +306,9 @@ def replay_command(asked: _ReplayOptions) -> None:
     if asked.save is not None:
         write_atomically(asked.save, encode_tensors(done.model.state_dict()))
         print(f"weights in {asked.save}")
-    _compare(done.first_difference.sentence if done.first_difference is not None else "", done.same_bytes)
+    _compare(
+        done.first_difference.sentence if done.first_difference is not None else "", done.same_bytes, same
+    )
 
 
 def _replay_script(asked: _ReplayOptions, began: float) -> None:
@@ -294,9 +327,8 @@ def _replay_script(asked: _ReplayOptions, began: float) -> None:
     _compare(found.difference, found.same_bytes)
 
 
-def _compare(wrong: str, same_bytes: bool | None) -> None:
+def _compare(wrong: str, same_bytes: bool | None, same: str = _SAME_GRADIENTS) -> None:
     """Say how a replay compares with the run; exits with 1 where something differs."""
-    same = "every gradient is the recorded one"
     if not wrong and same_bytes is False:
         wrong = f"{same}, but the final weights differ from those of the run"
     if wrong:

@@ -7,8 +7,9 @@ keeps a contiguous share of the environments for the length of a run.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import nn
@@ -30,6 +31,10 @@ class ExperienceCollector(ABC):
     def facts(self) -> Mapping[str, float]:
         """What the history tells of the last batch besides its loss."""
 
+    def notices(self) -> Sequence[str]:
+        """Sentences for the user, each given once."""
+        return ()
+
     @abstractmethod
     def close(self) -> None: ...
 
@@ -49,6 +54,16 @@ class Experience(WorkerData):
     def dealt(self, parts: int) -> Experience:
         del parts
         return self
+
+    def recorded_in(self, run: Path) -> Experience:
+        """The same, whose collectors record in the directory of a run what a replay of it needs."""
+        del run
+        return self
+
+    def replayed_from(self, run: Path) -> Experience | None:
+        """The same, to act again as a recorded run did; None where that needs no record."""
+        del run
+        return None
 
     def stream(self, part: int, parts: int) -> Iterable[Any]:
         return _no_stream(part, parts)
@@ -97,6 +112,10 @@ class ExperienceShares(BatchShares):
     def facts(self) -> Mapping[str, float]:
         found = self._acting.get(self._process)
         return found[1].facts() if found is not None else {}
+
+    def notices(self) -> Sequence[str]:
+        found = self._acting.get(self._process)
+        return found[1].notices() if found is not None else ()
 
     def close(self) -> None:
         for _, collector in self._acting.values():

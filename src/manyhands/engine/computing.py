@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -210,6 +210,10 @@ class Computer:
     def collected(self) -> Mapping[str, float]:
         """What the last batch tells besides its loss, where it was made by acting."""
         return self._shares.facts() if isinstance(self._shares, ExperienceShares) else {}
+
+    def notices(self) -> Sequence[str]:
+        """What of acting the user is to be told, each once."""
+        return self._shares.notices() if isinstance(self._shares, ExperienceShares) else ()
 
     def share(self, step: int, part: int, parts: int) -> Share:
         share = self._shares.share(step, part, parts)

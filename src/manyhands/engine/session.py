@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from signal import Signals
@@ -14,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from manyhands.data.experience import Experience
 from manyhands.data.randomness import preserved, seed_all
 from manyhands.data.store.atomic import Backlog, WriteFailed
 from manyhands.data.store.checkpoint import NoCheckpoint
@@ -30,6 +32,7 @@ from manyhands.places.local.host import check_capacity, threads_per_role
 from manyhands.places.local.signals import signal_of
 from manyhands.strategies.registry import entry_of
 from manyhands.strategy import Strategy
+from manyhands.task import Task
 
 _log = logging.getLogger("manyhands")
 
@@ -47,6 +50,8 @@ def run_session(
 
     The place says how to `drive` the training, and whether that starts processes on this host.
     """
+    if out is not None:
+        request = _recorded(request, Path(out).absolute())
     with preserved(), ExitStack() as stack:
         seed_all(request.plan.seed)
         model = request.plan.task.model()
@@ -84,6 +89,14 @@ def run_session(
             raise
         session.listeners.end(run, None)
         return run
+
+
+def _recorded(request: Request, run: Path) -> Request:
+    """With a task that, where it learns from acting, keeps a record of that in the run's directory."""
+    task = request.plan.task
+    if not isinstance(task, Task) or not isinstance(task.data, Experience):
+        return request
+    return replace(request, plan=replace(request.plan, task=replace(task, data=task.data.recorded_in(run))))
 
 
 def check_capacity_for(request: Request, model: nn.Module) -> None:

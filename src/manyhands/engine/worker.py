@@ -226,6 +226,8 @@ class Trainer:
         agreed = time.monotonic_ns()
         times = meter.take_times()
         facts = {} if shared.bad_workers else {**self._advance(scheduler), **self._computer.collected()}
+        for sentence in self._computer.notices():
+            worker_context.note(WorkerNote(notice=sentence))
         end = time.monotonic_ns()
         book = StepBook(worker_context.record, step, begin)
         book.input(mine.input_ns, mine.samples)

@@ -27,7 +27,7 @@ from manyhands.engine.exchange import Meter, Resources, SentFor, SingleExchange
 from manyhands.engine.options import MEAN
 from manyhands.engine.profiler import StepProfiler
 from manyhands.engine.reduction import require_reduction
-from manyhands.engine.reporting import Reporter, StepBook, WorkerContext
+from manyhands.engine.reporting import Reporter, StepBook, WorkerContext, WorkerNote
 from manyhands.engine.run import overlap_summary
 from manyhands.engine.worker import Course, Trained, diagnose
 from manyhands.engine.worker_processes import ProcessTraining, Train, WorkerJob
@@ -210,6 +210,8 @@ class HogwildTrainer:
 
         mine = self._computer.compute(self._built.model, step, 0, 1, backward, prepare)
         facts = dict(self._computer.collected())
+        for sentence in self._computer.notices():
+            worker_context.note(WorkerNote(notice=sentence))
         if math.isfinite(mine.loss):
             if self._plan.log:  # of this worker's own gradient
                 facts |= logged(self._plan.log, SingleExchange(), self._built.model, self._built.optimizer)

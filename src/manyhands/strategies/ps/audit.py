@@ -34,7 +34,17 @@ from manyhands.strategies.ps.update_files import (
 )
 from manyhands.strategy import Strategy
 
-__all__ = ["Audit", "AuditedRun", "Evidence", "ShardSummary", "Verdict", "Violation", "audit", "audit_run"]
+__all__ = [
+    "Audit",
+    "AuditedRun",
+    "Evidence",
+    "ShardSummary",
+    "Verdict",
+    "Violation",
+    "audit",
+    "audit_run",
+    "is_of_servers",
+]
 
 
 class Verdict(Enum):
@@ -299,6 +309,10 @@ class AuditedRun:
 _OF_LOOP = ("steps", "samples", "batch_size")
 
 
+def is_of_servers(run: Path) -> bool:
+    return isinstance(Strategy.parse(str(RunDirectory.open(run, lock=False).config.get("strategy"))), Ps)
+
+
 def audit_run(run: Path) -> AuditedRun:
     """Audit the run in directory `run`; UserError if nothing was recorded, DataError that names a damaged line."""
     directory = RunDirectory.open(run, lock=False)
@@ -307,7 +321,9 @@ def audit_run(run: Path) -> AuditedRun:
         config = {name: value for name, value in config.items() if name not in _OF_LOOP}
     strategy = Strategy.parse(str(config.get("strategy")))
     if not isinstance(strategy, Ps):
-        raise UserError(f"{run} is a run of {strategy}; only runs of ps can be audited")
+        raise UserError(
+            f"{run} is a run of {strategy}; only runs of ps, and runs with actors, can be audited"
+        )
     record, logs, computed = read_record(run), read_logs(run), read_computed(run)
     for shard in range(strategy.servers):
         if shard not in logs.files:

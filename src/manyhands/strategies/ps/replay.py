@@ -1,4 +1,4 @@
-"""`replay`: execute a recorded run of parameter servers again, in one process, to the same bytes.
+"""`replay`: execute a recorded run again to the same bytes; of parameter servers, in one process.
 
 An asynchronous run never happens twice, but what happened can be done again: every gradient is a function of a batch
 and of the version that each shard had when it was read, and every shard took its steps in one order. `ReplayOrder` says
@@ -13,15 +13,17 @@ parameters and one gradient (`ReplayOrder`); `Replayed.extra_bytes` says how muc
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from manyhands.data.experience import Experience
 from manyhands.data.randomness import preserved
 from manyhands.data.store.rundir import RunDirectory, fingerprint
+from manyhands.engine.repeating import fit_again
 from manyhands.errors import DataError, UserError, first_line, format_bytes, nearest, printable
 from manyhands.native.segment import available_bytes
 from manyhands.native.threads import with_threads
@@ -70,17 +72,23 @@ class Replayed:
 def replay(run: str | Path, task: Task | None = None, *, until: int | None = None) -> Replayed:
     """Execute the run in directory `run` again; a task of your own has to be given, a built-in one is made again.
 
+    It is one of parameter servers, or one whose actors left a log of their tickets.
     `until` stops every shard when it has applied that many global batches. The replay ends at the first gradient that
     differs. UserError for a run that was not recorded, was of another task, or went back to a snapshot;
     ReplayImpossible where the records contradict each other.
     """
     path = Path(run)
     directory = RunDirectory.open(path, lock=False)
+    if not Strategy.parse(str(directory.config.get("strategy"))).facts.logs_updates:
+        return _fitted(path, task or _built_in(path, directory.config), directory, until)
     record, logs = read_record(path), read_logs(path)
     strategy = _strategy(path, record, logs)
     if task is None:
         task = _built_in(path, directory.config)
         _check_capacity(path, task, record)
+    if isinstance(task.data, Experience):
+        dealt = task.data.dealt(strategy.shares(record.workers))
+        task = replace(task, data=dealt.replayed_from(path) or dealt)
     if not 1 <= record.threads <= _MOST_THREADS:
         raise UserError(f"{path} is damaged: threads={record.threads} must be between 1 and {_MOST_THREADS}")
     with preserved(), with_threads(record.threads):
@@ -117,6 +125,24 @@ def replay(run: str | Path, task: Task | None = None, *, until: int | None = Non
                 extra_bytes=player.peak_bytes,
                 notes=(*logs.notes, *_environment(record)),
             )
+
+
+def _fitted(path: Path, task: Task, directory: RunDirectory, until: int | None) -> Replayed:
+    """A run of another strategy, whose order is fixed but for what actors did."""
+    found = fit_again(path, task, directory, until)
+    return Replayed(
+        model=found.run.model,
+        steps=found.run.summary["steps"],
+        updates=found.run.summary["steps"],
+        loss=found.run.summary["final"].get("loss"),
+        metrics=found.metrics,
+        run_loss=found.run_loss,
+        run_metrics=found.run_metrics,
+        first_difference=None,
+        same_bytes=found.same_bytes,
+        extra_bytes=0,
+        notes=(),
+    )
 
 
 def _strategy(path: Path, record: RunRecord, logs: ShardLogs) -> Ps:

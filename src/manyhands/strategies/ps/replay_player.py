@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -78,8 +79,11 @@ class ReplayStage:
         self.has_state = any(True for _ in built.model.buffers()) or isinstance(task.data, Experience)
         self._built, self._sparse, self._workers = built, task.sparse, record.workers
         self._held: dict[int, list[HeldRows]] = {}
+        self._acting = ExitStack()
 
     def __enter__(self) -> ReplayStage:
+        if isinstance(self.computer.task.data, Experience):
+            self._acting.enter_context(self.computer.loading_ahead())
         self.area = WorkerArea.create(self.layout)
         self.replica = ReplicaModel(self._built.model, self.layout, self.area)
         self.replica.model.train()
@@ -87,6 +91,7 @@ class ReplayStage:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._acting.close()
         self.replica.close()
         self.area.close()
 

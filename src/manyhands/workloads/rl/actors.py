@@ -69,7 +69,8 @@ class ActorSettings:
     lag: int = 0  # updates that a rollout's weights may be behind those that learn from it
     timeout_s: float = 60.0  # that one step of all environments of an actor may take
     replacements: int = 10  # of each actor, before the run ends
-    first_update: int = 0
+    first_step: int = 0  # of the run, where a start of it begins: for the log
+    steps_each: int = 1  # of the run, by each batch: for the log
     owner: str = "the learner"
 
     def __post_init__(self) -> None:
@@ -133,7 +134,6 @@ class Actors(Closeable):
             settings.actors,
             settings.rollouts_per_update,
             settings.lag,
-            first_update=settings.first_update,
             forced=replayed.rows if replayed is not None else None,
         )
         self._newest: int | None = None  # version that is published
@@ -229,7 +229,7 @@ class Actors(Closeable):
             return
         found = rollouts_hash(rollouts)
         if self._replayed is not None:
-            expected = self._replayed.batches[update - self._settings.first_update].rollouts
+            expected = self._replayed.batches[update].rollouts
             if found != expected:
                 raise Desync(
                     f"the replay differs from the recorded run: the batch of update {update} has other bytes; "

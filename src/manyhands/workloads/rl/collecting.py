@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,7 @@ from manyhands.workloads.rl.actors import Actors, ActorSettings
 from manyhands.workloads.rl.episodes import Episode
 from manyhands.workloads.rl.policy_gradients import PolicyGradient
 from manyhands.workloads.rl.rollouts import Rollouts, RolloutSpec
+from manyhands.workloads.rl.run_tickets import log_of, starts_of
 from manyhands.workloads.rl.stepping import Environments
 
 __all__ = ["ActedExperience"]
@@ -40,6 +42,8 @@ class ActedExperience(Experience):
     environments: int
     actors: int = 0  # of all workers together
     lag: int = 0
+    recorded: Path | None = None  # the directory of the run, for the log of actors' tickets
+    replayed: Path | None = None  # that of a run whose actors' tickets are acted again
 
     def __post_init__(self) -> None:
         if self.lag and not self.actors:
@@ -68,6 +72,12 @@ class ActedExperience(Experience):
             raise UserError(f"actors is {self.actors}; it must be a multiple of the {parts} workers")
         return replace(self, actors=self.actors // parts)
 
+    def recorded_in(self, run: Path) -> ActedExperience:
+        return replace(self, recorded=run)
+
+    def replayed_from(self, run: Path) -> ActedExperience | None:
+        return replace(self, replayed=run) if self.actors else None
+
     def collector(self, environments: range, seed: int) -> ExperienceCollector:
         return _OfActors(self, environments, seed) if self.actors else _OfWorker(self, environments, seed)
 
@@ -77,6 +87,7 @@ class _Rollouts(ExperienceCollector):
 
     def __init__(self, asked: ActedExperience, environments: range, seed: int) -> None:
         self._asked, self._numbers, self._seed = asked, environments, seed
+        self._run_seed, self._first = seed, 0  # the step of the run where this began
         self._step, self._updates = -1, 0  # asked for last; served so far
         self._prepared: Any = None
         self._threads = ExitStack()
@@ -87,14 +98,23 @@ class _Rollouts(ExperienceCollector):
     def collect(self, model: nn.Module, step: int) -> Any:
         algorithm = self._asked.algorithm
         if step != self._step:
-            if self._step < 0 and step:  # a run that goes on has environments that begin anew, elsewhere
-                self._seed = mix(self._seed, step)
+            if self._step < 0 or self._begins_anew(step):
+                self._begin(step)
             self._step = step
             self._updates += 1
         batch, update = divmod(self._updates - 1, algorithm.updates)
         if update == 0:
             self._prepared = algorithm.prepare(model, self._next(model, batch))
         return algorithm.part(self._prepared, update, mix(self._seed, batch))
+
+    def _begins_anew(self, step: int) -> bool:  # noqa: ARG002
+        """Whether the run that is replayed was resumed at this step."""
+        return False
+
+    def _begin(self, step: int) -> None:
+        """A run that goes on has environments that begin anew, elsewhere."""
+        self._first, self._updates = step, 0
+        self._seed = mix(self._run_seed, step) if step else self._run_seed
 
     def close(self) -> None:
         self._threads.close()
@@ -135,25 +155,56 @@ class _OfActors(_Rollouts):
 
     _actors: Actors | None = None
     _lag = 0  # of the last batch: how many batches its oldest weights were behind
+    _noticed = 0  # replacements
+    _is_unrecorded = False  # and the user knows
+
+    def __init__(self, asked: ActedExperience, environments: range, seed: int) -> None:
+        super().__init__(asked, environments, seed)
+        self._starts = starts_of(asked.replayed, environments) if asked.replayed is not None else None
+
+    def _begins_anew(self, step: int) -> bool:
+        return self._starts is not None and step in self._starts
+
+    def _begin(self, step: int) -> None:
+        super()._begin(step)
+        if self._actors is not None:
+            self._actors.close()
+            self._actors = None
+        if self._starts is not None and step not in self._starts:
+            names = f"environments {self._numbers.start} to {self._numbers.stop - 1}"
+            raise UserError(
+                f"{self._asked.replayed} has no log of {names} that begins at step {step}: a run that was resumed "
+                "with other workers cannot be replayed"
+            )
 
     def _next(self, model: nn.Module, batch: int) -> Rollouts:
-        asked = self._asked
         if self._actors is None:
-            job = ActorJob(
-                make=asked.make,
-                policy=asked.policy,
-                spec=asked.spec,
-                environments=self._numbers,
-                seed=self._seed,
-            )
-            each = len(self._numbers) // asked.actors
-            settings = ActorSettings(
-                actors=asked.actors, environments=each, rollouts_per_update=asked.actors, lag=asked.lag
-            )
-            self._actors = Actors(job, settings, model.state_dict()).__enter__()
+            self._actors = self._start(model)
         rollouts = self._actors.collect(model.state_dict(), batch)
         self._lag = batch - int(rollouts.versions.min())
         return rollouts
+
+    def _start(self, model: nn.Module) -> Actors:
+        asked = self._asked
+        job = ActorJob(
+            make=asked.make,
+            policy=asked.policy,
+            spec=asked.spec,
+            environments=self._numbers,
+            seed=self._seed,
+        )
+        settings = ActorSettings(
+            actors=asked.actors,
+            environments=len(self._numbers) // asked.actors,
+            rollouts_per_update=asked.actors,
+            lag=asked.lag,
+            first_step=self._first,
+            steps_each=asked.algorithm.updates,
+        )
+        record = log_of(asked.recorded, self._numbers) if asked.recorded is not None else None
+        replayed = self._starts[self._first] if self._starts is not None else None
+        self._noticed = 0
+        return Actors(job, settings, model.state_dict(), record=record, replayed=replayed).__enter__()
 
     def facts(self) -> Mapping[str, float]:
         if self._actors is None:
@@ -161,6 +212,17 @@ class _OfActors(_Rollouts):
         ended, self._actors.episodes = self._actors.episodes, []
         dropped = self._actors.facts().dropped
         return {"policy_lag": self._lag, **({"dropped": dropped} if dropped else {}), **_facts_of(ended)}
+
+    def notices(self) -> Sequence[str]:
+        if self._actors is None:
+            return ()
+        facts = self._actors.facts()
+        found = [f"{sentence}; it was replaced" for sentence in facts.replaced[self._noticed :]]
+        self._noticed += len(found)
+        if facts.unrecorded and not self._is_unrecorded:
+            self._is_unrecorded = True
+            found.append(facts.unrecorded)
+        return found
 
     def close(self) -> None:
         super().close()

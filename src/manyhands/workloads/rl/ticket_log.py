@@ -1,12 +1,12 @@
 """The log of a learner's tickets, one JSON object a line: what an audit and a replay need.
 
-    {"first_update":0,"actors":8,"environments":2,"rollouts_per_update":8,"lag":4,"seed":0}
+    {"first_step":0,"steps_each":1,"actors":8,"environments":2,"rollouts_per_update":8,"lag":4,"seed":0}
     {"acted":[0,3,0,0,0]}                       ticket, actor, incarnation, rollout of that, version
     {"dropped":[9,2,0,1,0]}
     {"update":0,"rollouts":"9f0c61d2a58be374"}  its batch was complete; a hash of its bytes
 
 The lines of a batch are written before it is learned from, and outlive the process. Each start of the run begins with a
-line of the first kind.
+line of the first kind, and with environments, tickets and versions that begin anew.
 """
 
 from __future__ import annotations
@@ -32,21 +32,27 @@ __all__ = [
     "TicketHeader",
     "TicketRecord",
     "TicketWriter",
+    "audit_start",
     "audit_tickets",
+    "last_starts",
     "read_tickets",
     "rollouts_hash",
 ]
 
 
+_MOST_TICKETS = 1 << 20  # of a batch: a file may say anything
+
+
 class TicketHeader(NamedTuple):
     """What determines who acts for what."""
 
-    first_update: int
+    first_step: int  # of the run
+    steps_each: int  # of the run, by each batch
     actors: int
     environments: int  # of each actor
     rollouts_per_update: int
     lag: int
-    seed: int
+    seed: int  # of 64 bits
 
 
 class BatchRow(NamedTuple):
@@ -64,6 +70,11 @@ class TicketRecord:
     header: TicketHeader
     rows: list[LogRow] = field(default_factory=list)
     batches: list[BatchRow] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """The step of the run up to which its batches serve."""
+        return self.header.first_step + self.header.steps_each * len(self.batches)
 
 
 class TicketWriter(Closeable):
@@ -122,10 +133,12 @@ def _take(records: list[TicketRecord], line: Any) -> None:
             records[-1].rows.append(row)
         case {"update": update, "rollouts": str(rollouts)}:
             records[-1].batches.append(BatchRow(_counts([update])[0], rollouts, len(records[-1].rows)))
-        case {"first_update": _}:
-            records.append(
-                TicketRecord(TicketHeader(*_counts([line[name] for name in TicketHeader._fields])))
-            )
+        case {"first_step": _}:
+            *counts, seed = (line[name] for name in TicketHeader._fields)
+            header = TicketHeader._make((*_counts(counts), seed))
+            if type(seed) is not int or not 0 < header.rollouts_per_update <= _MOST_TICKETS:
+                raise ValueError
+            records.append(TicketRecord(header))
         case _:
             raise ValueError
 
@@ -136,32 +149,41 @@ def _counts(values: Sequence[Any]) -> list[int]:
     return list(values)
 
 
-def audit_tickets(records: Sequence[TicketRecord], updates: int) -> list[str]:
-    """What in the log of a run of so many updates breaks a promise, one sentence each.
+def audit_tickets(records: Sequence[TicketRecord]) -> list[str]:
+    """What in the log of a run breaks a promise, one sentence each.
 
     Every ticket of every batch was acted once, within the lag, and before its batch was complete; a start continues
-    where the one before was, or before that, at a checkpoint.
+    where one before it was, or before that, at a checkpoint.
     """
-    found: list[str] = []
+    found = [sentence for record in records for sentence in audit_start(record)]
     reached = 0
-    for place, record in enumerate(records):
-        first = record.header.first_update
+    for record in sorted(records, key=lambda one: one.header.first_step):
+        first = record.header.first_step
         if first > reached:
-            found.append(f"start {place + 1} began at update {first}, but only {reached} had been made")
-        reached = first + len(record.batches)
-        found += _audit_start(record, reached)
-    if records and reached < updates:
-        found.append(f"the log ends at update {reached}, but the run made {updates}")
+            found.append(f"a start began at step {first}, but only {reached} had been made")
+        reached = max(reached, record.end)
     return found
 
 
-def _audit_start(record: TicketRecord, end: int) -> list[str]:
-    header, found = record.header, list[str]()
-    each = header.rollouts_per_update
+def audit_start(record: TicketRecord) -> list[str]:
+    """The same of one start, wherever it begins and ends."""
+    each, found = record.header.rollouts_per_update, list[str]()
     acted = {row.ticket.number: place for place, row in enumerate(record.rows) if not row.dropped}
-    for update, batch in enumerate(record.batches, header.first_update):
+    for update, batch in enumerate(record.batches):
         if batch.update != update:
             found.append(f"batch {batch.update} was complete where batch {update} was next")
         late = [n for n in range(update * each, (update + 1) * each) if acted.get(n, -1) >= batch.rows]
         found += [f"ticket {number} was acted after its batch {update} had been complete" for number in late]
-    return found + audit(record.rows, each, header.lag, end, header.first_update)
+    return found + audit(record.rows, each, record.header.lag, len(record.batches))
+
+
+def last_starts(records: Sequence[TicketRecord]) -> dict[int, TicketRecord]:
+    """By the steps at which they began, the starts whose batches are in the weights at the end of the run.
+
+    A start that continues from a checkpoint undoes what others did after it.
+    """
+    found: dict[int, TicketRecord] = {}
+    for record in records:
+        first = record.header.first_step
+        found = {begun: one for begun, one in found.items() if begun < first} | {first: record}
+    return found

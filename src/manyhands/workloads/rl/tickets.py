@@ -51,7 +51,7 @@ class WaitFor(NamedTuple):
 
 
 class Tickets:
-    """The state of all tickets from `first_update` on; `log` has a row for each that was finished or dropped."""
+    """The state of all tickets; `log` has a row for each that was finished or dropped."""
 
     def __init__(
         self,
@@ -59,20 +59,18 @@ class Tickets:
         rollouts_per_update: int,
         lag: int,
         *,
-        first_update: int = 0,
         forced: Sequence[LogRow] | None = None,
     ) -> None:
         self.rollouts_per_update, self.lag = rollouts_per_update, lag
         self.log: list[LogRow] = []
-        self._update = first_update  # whose batch is consumed next
+        self._update = 0  # whose batch is consumed next
         self._incarnations = [0] * actors
         self._rollouts = [0] * actors
         self._begun: dict[int, Ticket] = {}
         self._done: dict[int, Ticket] = {}
         # Heaps of tickets to begin: one for all actors, or one each; the largest of a heap is the first of the rest.
         self._step = 1 if lag else actors
-        first = first_update * rollouts_per_update
-        self._free = [[first + (actor - first) % self._step] for actor in range(self._step)]
+        self._free = [[actor] for actor in range(self._step)]
         self._forced = _by_actor(forced, actors) if forced is not None else None
         self._logged = {row.ticket.number for row in forced or () if not row.dropped}
 
@@ -164,9 +162,7 @@ def _by_actor(log: Iterable[LogRow], actors: int) -> list[deque[Ticket]]:
     return [deque(sorted(queue, key=lambda one: (one.incarnation, one.rollout))) for queue in queues]
 
 
-def audit(
-    log: Sequence[LogRow], rollouts_per_update: int, lag: int, updates: int, first_update: int = 0
-) -> list[str]:
+def audit(log: Sequence[LogRow], rollouts_per_update: int, lag: int, updates: int) -> list[str]:
     """What in the log of a run that made `updates` updates breaks a promise, one sentence each.
 
     It knows the rules, and nothing of `Tickets`.
@@ -185,9 +181,8 @@ def audit(
             )
         if not dropped:
             done.add(ticket.number)
-    begin, end = first_update * rollouts_per_update, updates * rollouts_per_update
-    found += [f"ticket {number} was never finished" for number in range(begin, end) if number not in done]
-    found += [f"ticket {number} is of no update" for number in sorted(done) if number < begin]
+    due = range(updates * rollouts_per_update)
+    found += [f"ticket {number} was never finished" for number in due if number not in done]
     return found + _audit_actors(log)
 
 

@@ -367,6 +367,8 @@ class SlotSession:
                 self._notice(body.own_steps.step(body.model, work.batch, work.part, done.share))
             computed = time.monotonic_ns()
         body.samples += done.samples
+        for sentence in body.computer.notices():
+            self._notice(sentence)
         book = StepBook(ring.record, work.batch, begin)
         book.at_ns = ready
         book.input(done.input_ns, done.samples)
