@@ -2,10 +2,11 @@
 
     python benchmarks/rl_learning.py [--seeds 10] [--only a2c,ppo] [--env CartPole-v1] [--json FILE] [--minutes 20]
 
-The score of a seed is the mean return of 20 whole episodes at the end of its run, always with the best action. The
-interquartile mean leaves out the lowest and the highest quarter of the seeds; its interval is by the percentile
-bootstrap over seeds (Agarwal et al., 2021). Nothing is chosen after the fact: all seeds count, with one setting.
-A3C is A2C under `hogwild`; V-trace "off" learns from the same old rollouts as if they were new.
+The settings are those of `manyhands train rl --algorithm NAME`; none was chosen by what these seeds gave. The score of
+a seed is the mean return of 20 whole episodes at the end of its run, always with the best action. The interquartile
+mean leaves out the lowest and the highest quarter of the seeds; its interval is by the percentile bootstrap over seeds
+(Agarwal et al., 2021). All seeds count. A3C is A2C under `hogwild`; V-trace "off" learns from the same old rollouts as
+if they were new. Runs that FILE has already are not repeated.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import platform
 import time
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,40 +26,56 @@ import numpy as np
 import torch
 
 import manyhands as mh
-from manyhands.workloads.rl.policies import ActorCritic
+from manyhands.workloads.rl.environments import open_environments
+from manyhands.workloads.rl.rl_task import DEFAULTS, RL
 
 RESULTS = Path(__file__).resolve().parent / "results" / "rl-learning.json"
-SIZES = {"CartPole-v1": (4, 2), "Acrobot-v1": (6, 3)}
-EPISODES, SAMPLES = 20, 10_000
+STEPS, POINTS, EPISODES, SAMPLES = RL.steps or 0, 4, 20, 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """An algorithm, the strategy that trains it, and its settings."""
+    """An algorithm with its usual settings, the strategy that trains it, and its actors."""
 
-    algorithm: Any
+    algorithm: str
     strategy: str = "single"
     workers: int = 1
-    steps: int = 800
-    learning_rate: float = 2e-3
-    rollouts: dict[str, int] = field(default_factory=lambda: {"environments": 32, "length": 16})
+    actors: dict[str, int] = field(default_factory=dict)
+    corrects: bool = True
+
+    def task(self, env: str) -> mh.Task:
+        usual = DEFAULTS[self.algorithm]
+        algorithm = usual.algorithm if self.corrects else replace(usual.algorithm, corrects=False)  # type: ignore[call-arg]
+        environments = open_environments(env, 1)
+        environments.close()
+        return mh.rl.task(
+            policy=partial(mh.rl.ActorCritic, environments.observation_shape, environments.actions),
+            algorithm=algorithm,
+            environment=env,
+            environments=usual.environments,
+            length=usual.length,
+            optimizer=partial(torch.optim.Adam, lr=1e-3, eps=1e-5),
+            decay=STEPS,
+            clip_norm=usual.clip_norm,
+            episodes=EPISODES,
+            **self.actors,
+        )
 
     @property
     def frames(self) -> int:
-        batches = self.steps // self.algorithm.updates
-        return batches * self.rollouts["environments"] * self.rollouts["length"]
+        usual = DEFAULTS[self.algorithm]
+        return STEPS // usual.algorithm.updates * usual.environments * usual.length
 
 
-ACTORS = {"environments": 32, "length": 16, "actors": 2}
 CONTENDERS = {
-    "a2c": Contender(algorithm=mh.rl.A2C(), strategy="mirrored", workers=2),
-    "a3c": Contender(algorithm=mh.rl.A2C(), strategy="hogwild", workers=2),
-    "impala": Contender(algorithm=mh.rl.Impala(), rollouts={**ACTORS, "lag": 1}),
-    "ppo": Contender(algorithm=mh.rl.PPO(), steps=1600, rollouts={"environments": 16, "length": 64}),
+    "A2C": Contender(algorithm="a2c", strategy="mirrored", workers=2),
+    "A3C": Contender(algorithm="a2c", strategy="hogwild", workers=2),
+    "IMPALA": Contender(algorithm="impala", actors={"actors": 2, "lag": 1}),
+    "PPO": Contender(algorithm="ppo", strategy="mirrored", workers=2),
 }
 LAGS = {
-    f"impala, lag {lag}, V-trace {'on' if corrects else 'off'}": Contender(
-        algorithm=mh.rl.Impala(corrects=corrects), rollouts={**ACTORS, "lag": lag}
+    f"lag {lag}, V-trace {'on' if corrects else 'off'}": Contender(
+        algorithm="impala", actors={"actors": 2, "lag": lag}, corrects=corrects
     )
     for lag in (0, 4, 16, 64)
     for corrects in (True, False)
@@ -67,30 +84,21 @@ LAGS = {
 
 def score(contender: Contender, env: str, seed: int) -> dict[str, Any]:
     """One run: its returns at each evaluation, its seconds, and how far behind its rollouts were."""
-    sizes = SIZES[env]
-    task = mh.rl.task(
-        policy=partial(ActorCritic, sizes[:1], sizes[1]),
-        algorithm=contender.algorithm,
-        environment=env,
-        optimizer=partial(torch.optim.Adam, lr=contender.learning_rate, eps=1e-5),
-        episodes=EPISODES,
-        **contender.rollouts,
-    )
     begun = time.monotonic()
-    options = mh.Options(progress="none", allow_overload=True)
     run = mh.fit(
-        task,
+        contender.task(env),
         contender.strategy,
         workers=contender.workers,
-        steps=contender.steps,
+        steps=STEPS,
         seed=seed,
-        options=options,
+        options=mh.Options(progress="none", allow_overload=True, evaluate_every=STEPS // POINTS),
     )
-    curve = [(row["step"], row["metrics"]["return"]) for row in run.history if "metrics" in row]
     lags = [row["policy_lag"] for row in run.history if "policy_lag" in row]
+    assert max(lags, default=0) <= contender.actors.get("lag", 0), "the bound on the lag was not kept"
     return {
+        "seed": seed,
         "return": run.summary["final"]["return"],
-        "curve": curve,
+        "curve": [(row["step"], row["metrics"]["return"]) for row in run.history if "metrics" in row],
         "seconds": time.monotonic() - begun,
         "lag": {"mean": float(np.mean(lags)), "most": max(lags)} if lags else None,
     }
@@ -110,6 +118,7 @@ def interval(values: np.ndarray) -> tuple[float, float]:
 
 def summary(contender: Contender, runs: list[dict[str, Any]]) -> dict[str, Any]:
     returns = np.array([run["return"] for run in runs])
+    curves = np.array([[value for _, value in run["curve"]] for run in runs])
     low, high = interval(returns)
     return {
         "frames": contender.frames,
@@ -121,6 +130,8 @@ def summary(contender: Contender, runs: list[dict[str, Any]]) -> dict[str, Any]:
         "high": high,
         "least": float(returns.min()),
         "seconds": float(np.median([run["seconds"] for run in runs])),
+        "curve": [float(interquartile(values)) for values in curves.T],
+        "lag": float(np.mean([run["lag"]["mean"] for run in runs])) if runs[0]["lag"] else None,
         "runs": runs,
     }
 
@@ -131,7 +142,7 @@ def main() -> None:
     parser.add_argument(
         "--only", default=",".join(CONTENDERS), help="names; `lags` for those with V-trace on and off"
     )
-    parser.add_argument("--env", default="CartPole-v1", choices=list(SIZES))
+    parser.add_argument("--env", default="CartPole-v1", metavar="NAME")
     parser.add_argument("--minutes", type=float, default=20, help="begin no run after so long")
     parser.add_argument("--json", type=Path, default=RESULTS)
     asked = parser.parse_args()
@@ -141,21 +152,21 @@ def main() -> None:
     end = time.monotonic() + 60 * asked.minutes
     found = json.loads(asked.json.read_text()) if asked.json.exists() else {}
     found["machine"] = {"cores": os.cpu_count(), "processor": platform.machine(), "torch": torch.__version__}
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    known = found.setdefault(asked.env, {})
+    runs = {name: known.get(name, {}).get("runs", []) for name in names}
     for seed in range(asked.seeds):
         for name in names:
-            if time.monotonic() < end:
-                runs[name].append(score(named[name], asked.env, seed))
-        for name in names:
-            if runs[name]:
-                one = found.setdefault(asked.env, {})[name] = summary(named[name], runs[name])
-                print(
-                    f"{asked.env} {name}: {one['seeds']} seeds, {one['interquartile_mean']:.1f} "
-                    f"[{one['low']:.1f}, {one['high']:.1f}], least {one['least']:.1f}, {one['frames']:,} frames, "
-                    f"{one['seconds']:.0f} s",
-                    flush=True,
-                )
-        asked.json.write_text(json.dumps(found, indent=1) + "\n")
+            if len(runs[name]) > seed or time.monotonic() > end:
+                continue
+            runs[name].append(score(named[name], asked.env, seed))
+            one = known[name] = summary(named[name], runs[name])
+            asked.json.write_text(json.dumps(found, indent=1) + "\n")
+            print(
+                f"{asked.env} {name}: {one['seeds']} seeds, {one['interquartile_mean']:.1f} "
+                f"[{one['low']:.1f}, {one['high']:.1f}], least {one['least']:.1f}, {one['frames']:,} frames, "
+                f"{one['seconds']:.0f} s",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +32,15 @@ import torch
 
 import manyhands as mh
 from manyhands.workloads.rl.environments import open_environments
-from manyhands.workloads.rl.policy_gradients import ALGORITHMS
-from manyhands.workloads.rl.rl_task import RLOptions, rl
 
 RESULTS = Path(__file__).resolve().parent / "results" / "rl-speed.json"
 ENVIRONMENTS, LENGTH = 64, 20
 COUNTS = (8, 64, 256)
 SETTLING = 0.2  # of the steps, which do not count
 OURS = {
-    "ours, A2C, single": ("a2c", "single", 1),
-    "ours, A2C, 2 workers": ("a2c", "mirrored", 2),
-    "ours, PPO, 2 workers": ("ppo", "mirrored", 2),
+    "ours, A2C, single": (mh.rl.A2C(), "single", 1),
+    "ours, A2C, 2 workers": (mh.rl.A2C(), "mirrored", 2),
+    "ours, PPO, 2 workers": (mh.rl.PPO(), "mirrored", 2),
 }
 PEERS = ("sb3-a2c", "sb3-ppo", "sample-factory")
 DEADLINE_S = 100
@@ -90,8 +89,15 @@ def simulated(count: int, seconds: float) -> dict[str, float]:
 def learned(name: str, frames: int) -> dict[str, float]:
     """One of ours, in this process."""
     algorithm, strategy, workers = OURS[name]
-    task = rl(RLOptions(algorithm=algorithm, environments=ENVIRONMENTS, length=LENGTH, episodes=1))
-    updates = ALGORITHMS[algorithm]().updates
+    task = mh.rl.task(
+        policy=partial(mh.rl.ActorCritic, (4,), 2),
+        algorithm=algorithm,
+        environment="CartPole-v1",
+        environments=ENVIRONMENTS,
+        length=LENGTH,
+        episodes=1,
+    )
+    updates = algorithm.updates
     batches = frames // (ENVIRONMENTS * LENGTH)
     run = mh.fit(task, strategy, workers=workers, steps=batches * updates)
     rows = run.history.steps

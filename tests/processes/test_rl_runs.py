@@ -17,6 +17,7 @@ from commands import run_command
 from manyhands.errors import DataError, UserError
 from manyhands.strategies.ps.audit import audit_run
 from manyhands.workloads.rl.policy_gradients import PolicyGradient
+from manyhands.workloads.rl.rl_task import DEFAULTS, RLOptions, rl
 from manyhands.workloads.rl.run_tickets import audit_run_tickets, log_of, starts_of
 
 pytestmark = pytest.mark.timeout(120)
@@ -279,3 +280,25 @@ def test_the_commands_audit_and_replay_a_run_with_actors(
     log.write_text(log.read_text().replace('{"update":3', '{"update":4', 1))
     assert run_command(monkeypatch, "audit", run) == 1
     assert "batch 4 was complete where batch 3 was next" in capsys.readouterr().err
+
+
+def test_the_learning_rate_falls_in_a_line_to_a_twentieth_and_stays_there() -> None:
+    task = mh.rl.task(
+        policy=policy, algorithm=mh.rl.A2C(), environment=Corridor, decay=20, episodes=2, length=2
+    )
+    options = mh.Options(progress="none", allow_overload=True, log=["lr"])
+    run = mh.fit(task, "mirrored", workers=2, steps=24, options=options)
+    rates = [row["lr"] / 7e-4 for row in run.history if "lr" in row]
+    assert rates == pytest.approx([max(1 - step / 20, 1 / 20) for step in range(24)])
+
+
+@pytest.mark.parametrize("algorithm", list(DEFAULTS))
+def test_what_is_asked_for_replaces_the_usual_settings_of_an_algorithm(algorithm: str) -> None:
+    usual = rl(RLOptions(algorithm=algorithm))
+    assert (usual.batch_size, usual.clip_norm) == (
+        DEFAULTS[algorithm].environments,
+        DEFAULTS[algorithm].clip_norm,
+    )
+    asked = rl(RLOptions(algorithm=algorithm, environments=6, length=4, clip_norm=0))
+    assert (asked.batch_size, asked.data.spec.length, asked.clip_norm) == (6, 4, None)
+    assert rl(RLOptions(algorithm=algorithm, clip_norm=2)).clip_norm == 2

@@ -6,12 +6,13 @@ A sample is one rollout, `length` steps of one environment. A global batch has o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from manyhands.errors import UserError
 from manyhands.task import Task
@@ -20,12 +21,12 @@ from manyhands.workloads.rl.collecting import ActedExperience
 from manyhands.workloads.rl.environments import Source, open_environments
 from manyhands.workloads.rl.playing import play
 from manyhands.workloads.rl.policies import ActorCritic, check_policy
-from manyhands.workloads.rl.policy_gradients import ALGORITHMS, PolicyGradient
+from manyhands.workloads.rl.policy_gradients import A2C, ALGORITHMS, PPO, Impala, PolicyGradient
 from manyhands.workloads.rl.rollouts import RolloutSpec
 from manyhands.workloads.rl.stepping import Environments
 from manyhands.workloads.task_options import check_options, option
 
-__all__ = ["RL", "RLOptions", "task"]
+__all__ = ["DEFAULTS", "RL", "RLDefaults", "RLOptions", "rl", "task"]
 
 
 def task(
@@ -36,6 +37,7 @@ def task(
     environments: int = 16,
     length: int = 16,
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    decay: int = 0,
     clip_norm: float | None = None,
     actors: int = 0,
     lag: int | None = None,
@@ -47,7 +49,8 @@ def task(
     `policy()` gives a module: observations (N, …) -> (scores of the actions (N, A), values (N,)). `environment` is the
     name of a gymnasium environment, a function that makes one, or a function (count) that makes a vector of them. With
     `actors`, processes of their own act while the workers learn, with weights of at most `lag` batches before; by
-    default 1 where the algorithm corrects for it, else 0. `episodes` are played after every evaluation, always with the
+    default 1 where the algorithm corrects for it, else 0. In `decay` steps the learning rate falls in a line to a
+    twentieth, where it stays; with 0 it does not fall. `episodes` are played after every evaluation, always with the
     best action; their mean return is its metric.
     """
     for field, value in (("environments", environments), ("length", length), ("episodes", episodes)):
@@ -72,6 +75,7 @@ def task(
         batch_size=environments,
         records_each=length / algorithm.updates,  # steps of environments
         optimizer=optimizer or partial(torch.optim.Adam, lr=7e-4, eps=1e-5),
+        scheduler=partial(_falling, steps=decay) if decay else None,
         clip_norm=clip_norm,
         evaluation=torch.arange(episodes),
         metrics={"return": returns},
@@ -98,6 +102,10 @@ def _checked(
     return spec
 
 
+def _falling(optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: max(_LEAST_RATE, 1 - step / steps))
+
+
 def _loss(algorithm: PolicyGradient, returns: Returns, policy: nn.Module, batch: Any) -> Tensor:
     if isinstance(batch, Tensor):  # of an evaluation: the episodes to play
         return -returns(policy, batch)
@@ -122,6 +130,33 @@ class Returns:
 
 
 _EVALUATION = 1 << 20  # seeds of episodes that are played for an evaluation begin here
+_LEAST_RATE = 0.05  # of the learning rate at the beginning
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RLDefaults:
+    """What an algorithm is trained with where nothing else is asked for.
+
+    Found with CartPole. Where many steps of few rows learn, as in A2C, a batch in which a pole fell has a gradient so
+    large that without a limit the policy forgets; PPO's clipping does for it.
+    """
+
+    algorithm: PolicyGradient
+    environments: int = 32
+    length: int = 5
+    clip_norm: float | None = 0.5
+
+
+DEFAULTS = {
+    "a2c": RLDefaults(algorithm=A2C(discount=0.98)),
+    "impala": RLDefaults(algorithm=Impala(discount=0.98)),
+    "ppo": RLDefaults(
+        algorithm=PPO(discount=0.98, trace=0.8, epochs=10, minibatches=2),
+        environments=16,
+        length=32,
+        clip_norm=None,
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,17 +165,24 @@ class RLOptions:
 
     env: str = option("CartPole-v1", "name of a gymnasium environment", metavar="NAME")
     algorithm: str = option("ppo", "what is learned from rollouts", choices=tuple(ALGORITHMS))
-    environments: int = option(16, "environments of all workers together", at_least=1)
-    length: int = option(64, "steps of each in a batch", at_least=1)
+    environments: int | None = option(
+        None, "environments of all workers together", at_least=1, shown="32; 16 for ppo"
+    )
+    length: int | None = option(None, "steps of each in a batch", at_least=1, shown="5; 32 for ppo")
     actors: int = option(0, "processes that act while the workers learn; 0: the workers act", at_least=0)
     lag: int | None = option(
         None, "batches that the weights of actors may be behind", at_least=0, shown="1, or 0 for a2c"
     )
-    learning_rate: float = option(2e-3, "learning rate of Adam", above=0)
-    discount: float = option(0.99, "what a reward one step later is worth", at_least=0, at_most=1)
+    learning_rate: float = option(1e-3, "learning rate of Adam", above=0)
+    decay: int = option(
+        4000, "steps in which the learning rate falls to a twentieth; 0: it stays", at_least=0
+    )
+    discount: float = option(0.98, "what a reward one step later is worth", at_least=0, at_most=1)
     entropy: float = option(0.01, "weight of the entropy in the loss", at_least=0)
     width: int = option(64, "width of the two hidden layers", at_least=1)
-    clip_norm: float | None = option(None, "largest norm of a gradient; ps cannot clip", above=0)
+    clip_norm: float | None = option(
+        None, "largest norm of a gradient; 0: any, as ps cannot clip", at_least=0, shown="0.5; any for ppo"
+    )
     episodes: int = option(20, "episodes of an evaluation", at_least=1)
 
     def __post_init__(self) -> None:
@@ -149,14 +191,16 @@ class RLOptions:
 
 def rl(options: RLOptions | None = None) -> Task:
     options = options or RLOptions()
+    usual = DEFAULTS[options.algorithm]
     return task(
         policy=partial(_policy, options),
-        algorithm=ALGORITHMS[options.algorithm](discount=options.discount, entropy_cost=options.entropy),
+        algorithm=replace(usual.algorithm, discount=options.discount, entropy_cost=options.entropy),
         environment=options.env,
-        environments=options.environments,
-        length=options.length,
+        environments=options.environments or usual.environments,
+        length=options.length or usual.length,
         optimizer=partial(torch.optim.Adam, lr=options.learning_rate, eps=1e-5),
-        clip_norm=options.clip_norm,
+        decay=options.decay,
+        clip_norm=usual.clip_norm if options.clip_norm is None else options.clip_norm or None,
         actors=options.actors,
         lag=options.lag,
         episodes=options.episodes,
@@ -177,5 +221,5 @@ RL = BuiltinTask(
     options_type=RLOptions,
     make=rl,
     model=_policy,
-    steps=1600,
+    steps=4000,
 )
