@@ -58,7 +58,7 @@ def policy(dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 def corridor(
-    algorithm: PolicyGradient | None = None, environments: int = 7, environment: Any = Corridor, **actors: int
+    algorithm: PolicyGradient | None = None, environments: int = 7, environment: Any = Corridor, **actors: Any
 ) -> mh.Task:
     return mh.rl.task(
         policy=policy,
@@ -137,9 +137,14 @@ def test_actors_keep_within_the_lag_and_learn() -> None:
         ({"lag": 2}, "lag is 2, but without actors nothing is ever behind"),
         ({"actors": 2, "lag": 2}, "lag is 2, but A2C learns from rollouts of the newest weights"),
         ({"actors": 3}, "environments is 7; 3 actors need equally many"),
+        (
+            {"inference": "central"},
+            "inference is central, but without actors the workers act in one batch already",
+        ),
+        ({"actors": 7, "inference": "gpu"}, "inference is 'gpu'; it must be actor or central"),
     ],
 )
-def test_actors_that_do_not_fit_are_refused(given: dict[str, int], sentence: str) -> None:
+def test_actors_that_do_not_fit_are_refused(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         corridor(**given)
 

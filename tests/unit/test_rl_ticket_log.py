@@ -25,7 +25,7 @@ from manyhands.workloads.rl.ticket_log import (
 from manyhands.workloads.rl.tickets import Ticket, Tickets
 
 HEADER = TicketHeader(
-    first_step=0, steps_each=1, actors=2, environments=1, rollouts_per_update=2, lag=1, seed=3
+    first_step=0, steps_each=1, actors=2, environments=1, rollouts_per_update=2, lag=1, central=0, seed=3
 )
 
 

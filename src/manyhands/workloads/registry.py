@@ -103,7 +103,7 @@ WORKLOADS: dict[str, Workload] = {
     "recurrent": Workload(task=f"{_LANGUAGE}.recurrent:RECURRENT", predictor=f"{_TEXT}:open_text"),
     "rl": Workload(
         task="manyhands.workloads.rl.rl_task:RL",
-        kernels=("manyhands.workloads.rl.rl_kernels:warm",),
+        kernels=("manyhands.workloads.rl.rl_kernels:warm", "manyhands.workloads.rl.inference_requests"),
         predictor="manyhands.serving.policy_predictor:open_policy",
     ),
     "line": Workload(task=f"{_TASKS}.line:LINE", predictor=f"{_OPENED}:open_numbers"),

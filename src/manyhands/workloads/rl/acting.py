@@ -6,7 +6,8 @@ any split of the environments among workers and actors makes the same rollouts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from manyhands.workloads.rl.policies import choose, scorer
 from manyhands.workloads.rl.rollouts import Rollouts, RolloutSpec
 from manyhands.workloads.rl.stepping import Array, Environments
 
-__all__ = ["Actor", "draws"]
+__all__ = ["ActedRow", "Actor", "draws"]
 
 _ACTING, _BEGINNING = 1, 2  # what the draws of actions and the seeds of environments are apart by
 
@@ -37,6 +38,14 @@ def draws(seed: int, keys: NDArray[np.uint64], first: int, count: int) -> NDArra
     return uniform
 
 
+class ActedRow(NamedTuple):
+    """Where a policy has to say how it goes on."""
+
+    number: int  # of the actions to take; the length of the rollout where there are none left
+    observations: Array  # to act on
+    finals: Mapping[int, Array]  # last observations of episodes that the row before cut: what are they worth?
+
+
 class Actor:
     """Acts in `environments`, whose numbers among those of all actors are `keys`; begins at the first rollout."""
 
@@ -46,41 +55,58 @@ class Actor:
         self._seeds = [mix(seed, _BEGINNING, key) >> 33 for key in keys]  # of 31 bits, as any library takes
         self._observations: Array | None = None
         self._rows = 0  # acted so far, in each environment
+        self.ended: list[Episode] = []  # in the last rollout
+
+    def uniforms(self) -> NDArray[np.float64]:
+        """The numbers (environments, rows) that the actions of the next rollout are drawn with."""
+        return draws(self._seed, self._keys, self._rows, self._spec.length)
 
     def act(self, policy: nn.Module, into: Rollouts, version: int) -> list[Episode]:
         """Fill one rollout of every environment, with weights of this version; which episodes ended."""
-        length, ended = self._spec.length, list[Episode]()
-        uniforms = torch.from_numpy(draws(self._seed, self._keys, self._rows, length))
+        for _ in self.acting(policy, into, version):
+            pass
+        return self.ended
+
+    def acting(self, policy: nn.Module, into: Rollouts, version: int) -> Iterator[None]:
+        """`act`, which pauses before each step of the environments."""
         device = next(policy.parameters()).device
-        uniforms = uniforms.to(device)
+        uniforms = torch.from_numpy(self.uniforms()).to(device)
+        into.versions.fill_(version)
+        acted, scores_of = into.actions.numpy(), scorer(policy)
+        for row, observations, finals in self.rows(into):
+            with torch.no_grad():
+                if finals:
+                    _, values = policy(torch.from_numpy(np.stack(list(finals.values()))).to(device))
+                    into.final_values[list(finals), row - 1] = values.to("cpu", into.final_values.dtype)
+                if row < self._spec.length:
+                    scores = scores_of(torch.from_numpy(observations).to(device))
+                    actions, log_probs = choose(scores, uniforms[:, row])
+                    acted[:, row] = actions.cpu().numpy()
+                    into.log_probs[:, row].copy_(log_probs)
+            yield
+
+    def rows(self, into: Rollouts) -> Iterator[ActedRow]:
+        """Fill one rollout of every environment but for what a policy has to say: whoever takes a row writes that."""
+        length, self.ended = self._spec.length, []
         # to write a row of numpy's costs less than one of torch's, which has types that numpy has not
         observed, acted = into.observations.numpy(), into.actions.numpy()
         flags = [one.numpy() for one in (into.terminated, into.truncated, into.valid)]
-        into.versions.fill_(version)
         into.final_values.zero_()
-        with torch.no_grad():
-            scores_of = scorer(policy)
-            if self._observations is None:
-                self._observations = self._environments.reset(self._seeds)
-            for row in range(length):
-                observed[:, row] = self._observations
-                scores = scores_of(torch.from_numpy(self._observations).to(device))
-                actions, log_probs = choose(scores, uniforms[:, row])
-                acting = actions.cpu().numpy()
-                acted[:, row] = acting
-                into.log_probs[:, row].copy_(log_probs)
-                stepped = self._environments.step(acting)
-                self._observations = stepped.observations
-                into.rewards[:, row].copy_(torch.from_numpy(stepped.rewards))
-                for flag, given in zip(
-                    flags, (stepped.terminated, stepped.truncated, stepped.valid), strict=True
-                ):
-                    flag[:, row] = given
-                if stepped.finals:
-                    last = np.stack(list(stepped.finals.values()))
-                    _, values = policy(torch.from_numpy(last).to(device))
-                    into.final_values[list(stepped.finals), row] = values.to("cpu", into.final_values.dtype)
-                ended += stepped.episodes
-            observed[:, length] = self._observations
+        if self._observations is None:
+            self._observations = self._environments.reset(self._seeds)
+        finals: Mapping[int, Array] = {}
+        for row in range(length):
+            observed[:, row] = self._observations
+            yield ActedRow(row, self._observations, finals)
+            stepped = self._environments.step(acted[:, row].copy())
+            self._observations, finals = stepped.observations, stepped.finals
+            into.rewards[:, row].copy_(torch.from_numpy(stepped.rewards))
+            for flag, given in zip(
+                flags, (stepped.terminated, stepped.truncated, stepped.valid), strict=True
+            ):
+                flag[:, row] = given
+            self.ended += stepped.episodes
+        observed[:, length] = self._observations
+        if finals:
+            yield ActedRow(length, self._observations, finals)
         self._rows += length
-        return ended

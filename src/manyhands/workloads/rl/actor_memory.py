@@ -1,6 +1,6 @@
-"""What a learner shares with its actors: room for rollouts, the newest weights, and where each actor is.
+"""What a learner shares with its actors: rollouts, the newest weights or requests for actions, where each actor is.
 
-    | rollouts of lag + 1 updates | weights of lag + 1 versions and their numbers | progress of each actor |
+    | rollouts of lag + 1 updates | weights of lag + 1 versions and their numbers | progress of each actor | requests |
 
 The rollouts of one update lie as one batch, ticket after ticket, and the learner reads them where they are. Update u
 uses the room of update u - lag - 1, which has been learned from before a ticket of update u can be begun. A version
@@ -20,6 +20,7 @@ from torch import Tensor
 from manyhands.errors import Desync, UserError
 from manyhands.native.closeable import Closeable
 from manyhands.native.segment import CACHE_LINE, Segment, round_up
+from manyhands.workloads.rl.inference_requests import ActionRequests, request_tensors
 from manyhands.workloads.rl.rollouts import Rollouts, RolloutSpec
 
 __all__ = ["ActorMemory", "ActorProgress", "MemoryPlan", "layout_of"]
@@ -47,16 +48,19 @@ class MemoryPlan:
     rollouts_per_update: int
     lag: int
     actors: int
-    weights: _Layout
+    weights: _Layout  # none where inference is central
+    central: bool = False
 
     @property
     def tensors(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """All tensors in the order in which they lie: batches, versions, their numbers, progress."""
+        """All tensors in the order in which they lie: batches, versions, their numbers, progress, requests."""
         batch = list(self.spec.fields(self.rows * self.rollouts_per_update).values())
         weights = [(shape, dtype) for _, shape, dtype in self.weights]
         progress = ((len(ActorProgress.FIELDS),), torch.int64)
         numbers = ((self.lag + 1,), torch.int64)
-        return batch * (self.lag + 1) + weights * (self.lag + 1) + [numbers] + [progress] * self.actors
+        requests = request_tensors(self.spec, self.rows, self.actors if self.central else 0)
+        versions = weights * (self.lag + 1) + [numbers]
+        return batch * (self.lag + 1) + versions + [progress] * self.actors + requests
 
     @property
     def num_bytes(self) -> int:
@@ -110,6 +114,7 @@ class ActorMemory(Closeable):
         self._weights = [{name: next(following) for name, *_ in plan.weights} for _ in range(plan.lag + 1)]
         self._numbers = next(following)
         self.progress = [ActorProgress(next(following)) for _ in range(plan.actors)]
+        self.requests = ActionRequests(plan.rows, plan.actors if plan.central else 0, following)
 
     def batch(self, update: int) -> Rollouts:
         return self._batches[update % len(self._batches)]
@@ -138,5 +143,5 @@ class ActorMemory(Closeable):
         """Unmap it; a batch that is still used keeps it until it goes."""
         for held in (self._batches, self._weights, self.progress):
             held.clear()
-        del self._numbers
+        del self._numbers, self.requests
         self._segment.close()

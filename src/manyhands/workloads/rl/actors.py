@@ -46,6 +46,7 @@ from manyhands.places.local.template import (
 from manyhands.places.local.watchdog import Stall, is_stopped
 from manyhands.workloads.rl.actor_memory import ActorMemory, ActorProgress, MemoryPlan, layout_of
 from manyhands.workloads.rl.actor_process import MESSAGE_BYTES, ActorJob
+from manyhands.workloads.rl.central_inference import CentralInference
 from manyhands.workloads.rl.episodes import Episode
 from manyhands.workloads.rl.rollouts import Rollouts
 from manyhands.workloads.rl.ticket_log import TicketHeader, TicketRecord, TicketWriter, rollouts_hash
@@ -69,6 +70,7 @@ class ActorSettings:
     lag: int = 0  # updates that a rollout's weights may be behind those that learn from it
     timeout_s: float = 60.0  # that one step of all environments of an actor may take
     replacements: int = 10  # of each actor, before the run ends
+    central: bool = False  # a thread of this process chooses the actions, for all actors that wait for them
     first_step: int = 0  # of the run, where a start of it begins: for the log
     steps_each: int = 1  # of the run, by each batch: for the log
     owner: str = "the learner"
@@ -119,6 +121,11 @@ class Actors(Closeable):
         self._job = job
         header = _header_of(job, settings)
         if replayed is not None:
+            if replayed.header.central or settings.central:
+                raise UserError(
+                    'inference="central" is not replayed, as its results depend in their last bits on which actors it '
+                    'answered together; use inference="actor"'
+                )
             _require_same(replayed.header, header)
         self._replayed = replayed
         self._writer = TicketWriter(record, header) if record is not None else None
@@ -128,8 +135,11 @@ class Actors(Closeable):
             rollouts_per_update=settings.rollouts_per_update,
             lag=settings.lag,
             actors=settings.actors,
-            weights=layout_of(state),
+            weights=() if settings.central else layout_of(state),
+            central=settings.central,
         )
+        self._device = next(iter(state.values())).device
+        self._inference: CentralInference | None = None
         self._tickets = Tickets(
             settings.actors,
             settings.rollouts_per_update,
@@ -175,6 +185,12 @@ class Actors(Closeable):
             job = _packed((self._job, self._plan))
             made.callback(os.close, job)
             self._passed = [job, stacks, segment.descriptor]
+            if settings.central:
+                self._inference = made.enter_context(
+                    CentralInference(
+                        self._job.policy, self._plan, self._memory, self._device, settings.timeout_s
+                    )
+                )
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             made.callback(os.close, self._wake)
             self._poll.register(self._wake, select.POLLIN)
@@ -192,7 +208,10 @@ class Actors(Closeable):
         Raises UserError for what an environment did too often, and ManyhandsError for what happened to an actor.
         """
         began = time.monotonic()
-        self._memory.publish(update, state)
+        if self._inference is not None:
+            self._inference.publish(update, state)
+        else:
+            self._memory.publish(update, state)
         with self._changed:
             self._newest = update
             for child in self._children.values():
@@ -262,6 +281,7 @@ class Actors(Closeable):
             while self._is_open:
                 ready = {descriptor for descriptor, _ in self._poll.poll(round(_LOOK_S * 1000))}
                 with self._changed:
+                    self._check_inference()
                     for child in tuple(self._children.values()):
                         self._attend(child, ready)
                     if ready:
@@ -278,10 +298,17 @@ class Actors(Closeable):
                 self._take(child, message)
         if is_gone:
             self._replace(child, describe_exit(child.leave()))
-        elif child.is_silent():
+        elif not self._awaits_inference(child) and child.is_silent():
             found = child.where(self._passed[1])
             child.leave()
             self._replace(child, found)
+
+    def _awaits_inference(self, child: _Child) -> bool:
+        return self._inference is not None and self._inference.is_asked_by(child.number)
+
+    def _check_inference(self) -> None:
+        if self._inference is not None:
+            self._inference.check()
 
     def _take(self, child: _Child, message: Mapping[str, Any]) -> None:
         match message:
@@ -313,6 +340,9 @@ class Actors(Closeable):
     def _replace(self, child: _Child, what: str) -> None:
         """Its process has ended: what it had begun can be begun again."""
         del self._children[child.number]
+        self._check_inference()  # actors leave where it has failed
+        if self._inference is not None:
+            self._inference.forget(child.number)
         failed = child.failed
         if failed is not None:
             what = f"failed: {failed['failed']}"
@@ -429,7 +459,7 @@ class _Child:
 
 
 def _header_of(job: ActorJob, settings: ActorSettings) -> TicketHeader:
-    given = {name: getattr(settings, name) for name in TicketHeader._fields if name != "seed"}
+    given = {name: int(getattr(settings, name)) for name in TicketHeader._fields if name != "seed"}
     return TicketHeader(**given, seed=job.seed)
 
 

@@ -24,7 +24,10 @@ from manyhands.workloads.rl.rollouts import Rollouts, RolloutSpec
 from manyhands.workloads.rl.run_tickets import log_of, starts_of
 from manyhands.workloads.rl.stepping import Environments
 
-__all__ = ["ActedExperience"]
+__all__ = ["INFERENCES", "ActedExperience"]
+
+INFERENCES = ("actor", "central")
+"""Who computes the actions of actors: each its own, or a thread of the worker those of all that wait."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +35,8 @@ class ActedExperience(Experience):
     """Rollouts of environments, to learn from by `algorithm`.
 
     Without `actors` every worker acts in environments of its own, then learns from what it did: no weights are ever
-    behind. With them, they act while the workers learn, with weights of at most `lag` batches before.
+    behind. With them, they act while the workers learn, with weights of at most `lag` batches before; with
+    central inference the later rows of a rollout are newer.
     """
 
     make: Callable[[int], Environments]  # so many, side by side
@@ -42,10 +46,17 @@ class ActedExperience(Experience):
     environments: int
     actors: int = 0  # of all workers together
     lag: int = 0
+    inference: str = "actor"
     recorded: Path | None = None  # the directory of the run, for the log of actors' tickets
     replayed: Path | None = None  # that of a run whose actors' tickets are acted again
 
     def __post_init__(self) -> None:
+        if self.inference not in INFERENCES:
+            raise UserError(f"inference is {self.inference!r}; it must be {' or '.join(INFERENCES)}")
+        if self.inference == "central" and not self.actors:
+            raise UserError(
+                "inference is central, but without actors the workers act in one batch already; give actors as well"
+            )
         if self.lag and not self.actors:
             raise UserError(
                 f"lag is {self.lag}, but without actors nothing is ever behind; give actors as well"
@@ -198,6 +209,7 @@ class _OfActors(_Rollouts):
             environments=len(self._numbers) // asked.actors,
             rollouts_per_update=asked.actors,
             lag=asked.lag,
+            central=asked.inference == "central",
             first_step=self._first,
             steps_each=asked.algorithm.updates,
         )

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from manyhands.errors import UserError
 from manyhands.task import Task
 from manyhands.workloads.builtin_task import BuiltinTask
-from manyhands.workloads.rl.collecting import ActedExperience
+from manyhands.workloads.rl.collecting import INFERENCES, ActedExperience
 from manyhands.workloads.rl.environments import Source, open_environments
 from manyhands.workloads.rl.playing import play
 from manyhands.workloads.rl.policies import ActorCritic, check_policy
@@ -41,6 +41,7 @@ def task(
     clip_norm: float | None = None,
     actors: int = 0,
     lag: int | None = None,
+    inference: str = "actor",
     episodes: int = 20,
     name: str = "rl",
 ) -> Task:
@@ -49,7 +50,8 @@ def task(
     `policy()` gives a module: observations (N, …) -> (scores of the actions (N, A), values (N,)). `environment` is the
     name of a gymnasium environment, a function that makes one, or a function (count) that makes a vector of them. With
     `actors`, processes of their own act while the workers learn, with weights of at most `lag` batches before; by
-    default 1 where the algorithm corrects for it, else 0. In `decay` steps the learning rate falls in a line to a
+    default 1 where the algorithm corrects for it, else 0. With `inference="central"` they only step environments, and a
+    thread of each worker chooses the actions, on its device. In `decay` steps the learning rate falls in a line to a
     twentieth, where it stays; with 0 it does not fall. `episodes` are played after every evaluation, always with the
     best action; their mean return is its metric.
     """
@@ -71,6 +73,7 @@ def task(
             environments=environments,
             actors=actors,
             lag=int(actors > 0 and algorithm.corrects_lag) if lag is None else lag,
+            inference=inference,
         ),
         batch_size=environments,
         records_each=length / algorithm.updates,  # steps of environments
@@ -173,6 +176,7 @@ class RLOptions:
     lag: int | None = option(
         None, "batches that the weights of actors may be behind", at_least=0, shown="1, or 0 for a2c"
     )
+    inference: str = option("actor", "who computes the actions of actors", choices=INFERENCES)
     learning_rate: float = option(1e-3, "learning rate of Adam", above=0)
     decay: int = option(
         4000, "steps in which the learning rate falls to a twentieth; 0: it stays", at_least=0
@@ -203,6 +207,7 @@ def rl(options: RLOptions | None = None) -> Task:
         clip_norm=usual.clip_norm if options.clip_norm is None else options.clip_norm or None,
         actors=options.actors,
         lag=options.lag,
+        inference=options.inference,
         episodes=options.episodes,
     )
 

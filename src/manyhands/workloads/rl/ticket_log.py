@@ -1,6 +1,6 @@
 """The log of a learner's tickets, one JSON object a line: what an audit and a replay need.
 
-    {"first_step":0,"steps_each":1,"actors":8,"environments":2,"rollouts_per_update":8,"lag":4,"seed":0}
+    {"first_step":0,"steps_each":1,"actors":8,"environments":2,"rollouts_per_update":8,"lag":4,"central":0,"seed":0}
     {"acted":[0,3,0,0,0]}                       ticket, actor, incarnation, rollout of that, version
     {"dropped":[9,2,0,1,0]}
     {"update":0,"rollouts":"9f0c61d2a58be374"}  its batch was complete; a hash of its bytes
@@ -52,6 +52,7 @@ class TicketHeader(NamedTuple):
     environments: int  # of each actor
     rollouts_per_update: int
     lag: int
+    central: int  # 1 where inference was: what no replay repeats
     seed: int  # of 64 bits
 
 
