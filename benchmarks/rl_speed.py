@@ -2,13 +2,17 @@
 
     python benchmarks/rl_speed.py simulation [--json FILE]
     python benchmarks/rl_speed.py learning --sb3 PYTHON --sample-factory PYTHON [--rounds 1] [--json FILE]
+    python benchmarks/rl_speed.py learning --only IMPALA --observations images --device cuda [--json FILE]
 
 A frame is one step of one environment. *Simulation* takes random actions, in one process: our environments, those of
 gymnasium as a vector, and a loop over gymnasium.make. *Learning* is the rate of frames that were learned from, without
 the start: 64 environments, 20 steps of each in a batch, separate networks of 64-64 tanh for policy and value, one
-update a batch, for PPO four passes over four parts. Contenders take turns within a round; the median over rounds
-counts. Each is a process of its own and uses the cores as it does by default. `--json FILE` adds the rounds to those
-of the file. PYTHON is of a virtual environment with the peer, see `rl_peers.py`; what is not named is left out.
+update a batch, for PPO four passes over four parts. IMPALA has about one actor a core, which computes its actions or
+has them from central inference; `--device` is where ours learn, and infer centrally. `--observations images` is an
+environment that shows stored images (4, 84, 84) and costs next to nothing, with IMPALA's shallow network. Contenders
+take turns within a round; the median over rounds counts. Each is a process of its own and uses the cores as it does by
+default. `--json FILE` adds the rounds to those of the file. PYTHON is of a virtual environment with the peer, see
+`rl_peers.py`; what is not named is left out.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium
@@ -37,10 +42,16 @@ RESULTS = Path(__file__).resolve().parent / "results" / "rl-speed.json"
 ENVIRONMENTS, LENGTH = 64, 20
 COUNTS = (8, 64, 256)
 SETTLING = 0.2  # of the steps, which do not count
-OURS = {
-    "ours, A2C, single": (mh.rl.A2C(), "single", 1),
-    "ours, A2C, 2 workers": (mh.rl.A2C(), "mirrored", 2),
-    "ours, PPO, 2 workers": (mh.rl.PPO(), "mirrored", 2),
+ACTORS = 1 << min(16, len(os.sched_getaffinity(0))).bit_length() - 1
+OURS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
+    "ours, A2C, single": (mh.rl.A2C(), "single", 1, {}),
+    "ours, A2C, 2 workers": (mh.rl.A2C(), "mirrored", 2, {}),
+    "ours, PPO, 2 workers": (mh.rl.PPO(), "mirrored", 2, {}),
+    "ours, IMPALA": (mh.rl.Impala(), "single", 1, {"actors": ACTORS}),
+    "ours, IMPALA, central inference": (
+        *(mh.rl.Impala(), "single", 1),
+        {"actors": ACTORS, "inference": "central"},
+    ),
 }
 PEERS = ("sb3-a2c", "sb3-ppo", "sample-factory")
 DEADLINE_S = 100
@@ -86,20 +97,42 @@ def simulated(count: int, seconds: float) -> dict[str, float]:
     return {name: rate_of(step, count, seconds) for name, step in steps.items()}
 
 
-def learned(name: str, frames: int) -> dict[str, float]:
+class Images:
+    """Shows stored images as an Atari game would, in episodes of a hundred steps."""
+
+    observation_space = SimpleNamespace(shape=(4, 84, 84), dtype=np.dtype(np.uint8))
+    action_space = SimpleNamespace(n=6)
+
+    def __init__(self) -> None:
+        self.images = np.random.default_rng(0).integers(0, 256, (16, 4, 84, 84), np.uint8)
+
+    def reset(self, *, seed: int | None = None) -> tuple[np.ndarray, dict[str, Any]]:
+        self.taken = 0 if seed is None else seed % 100
+        return self.images[0], {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.taken += 1
+        return self.images[self.taken % 16], float(action == 0), self.taken >= 100, False, {}
+
+    def close(self) -> None: ...
+
+
+def learned(name: str, frames: int, observations: str, device: str) -> dict[str, float]:
     """One of ours, in this process."""
-    algorithm, strategy, workers = OURS[name]
+    algorithm, strategy, workers, actors = OURS[name]
+    images = observations == "images"
     task = mh.rl.task(
-        policy=partial(mh.rl.ActorCritic, (4,), 2),
+        policy=partial(mh.rl.ActorCritic, *(((4, 84, 84), 6) if images else ((4,), 2))),
         algorithm=algorithm,
-        environment="CartPole-v1",
+        environment=Images if images else "CartPole-v1",
         environments=ENVIRONMENTS,
         length=LENGTH,
         episodes=1,
+        **actors,
     )
     updates = algorithm.updates
     batches = frames // (ENVIRONMENTS * LENGTH)
-    run = mh.fit(task, strategy, workers=workers, steps=batches * updates)
+    run = mh.fit(task, strategy, workers=workers, steps=batches * updates, device=device)
     rows = run.history.steps
     first = int(len(rows) * SETTLING) // updates * updates
     counted = (len(rows) - first) // updates * ENVIRONMENTS * LENGTH
@@ -120,8 +153,12 @@ def learning_rounds(args: argparse.Namespace, result: dict[str, Any]) -> None:
     here = Path(__file__).resolve()
     pythons = {"sb3-a2c": args.sb3, "sb3-ppo": args.sb3, "sample-factory": args.sample_factory}
     commands = {
-        name: [sys.executable, str(here), "one", "--name", name, "--frames", str(args.frames)]
+        name: [
+            *(sys.executable, str(here), "one", "--name", name, "--frames", str(args.frames)),
+            *("--observations", args.observations, "--device", args.device),
+        ]
         for name in OURS
+        if args.only in name
     }
     given = ["--environments", str(ENVIRONMENTS), "--length", str(LENGTH), "--seconds", str(args.seconds)]
     for peer in PEERS:
@@ -146,6 +183,9 @@ def main() -> None:
     parser.add_argument("what", choices=["simulation", "learning", "one"])
     parser.add_argument("--name", choices=list(OURS))
     parser.add_argument("--frames", type=int, default=500_000, help="that ours learn from")
+    parser.add_argument("--only", default="", help="those of ours whose names have this")
+    parser.add_argument("--observations", choices=["numbers", "images"], default="numbers")
+    parser.add_argument("--device", default="cpu", help="where ours learn: cpu or cuda")
     parser.add_argument(
         "--seconds", type=float, default=8, help="that a peer learns, or an environment steps"
     )
@@ -155,7 +195,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.what == "one":
-        print(json.dumps(learned(args.name, args.frames)))
+        print(json.dumps(learned(args.name, args.frames, args.observations, args.device)))
         return
     result: dict[str, Any] = {"simulation": {}, "learning": {}}
     if args.json and args.json.exists():
@@ -167,6 +207,9 @@ def main() -> None:
         "gymnasium": gymnasium.__version__,
         "environments": ENVIRONMENTS,
         "length": LENGTH,
+        "actors": ACTORS,
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
+        "observations": args.observations,
     }
     if args.what == "learning":
         learning_rounds(args, result)

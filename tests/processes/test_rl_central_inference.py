@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from manyhands.workloads.rl.actor_process import ActorJob
 from manyhands.workloads.rl.actors import Actors, ActorSettings
 from manyhands.workloads.rl.environments import open_environments
 from manyhands.workloads.rl.policies import ActorCritic
+from manyhands.workloads.rl.policy_gradients import PolicyGradient
 from manyhands.workloads.rl.rollouts import Rollouts, RolloutSpec
 from manyhands.workloads.rl.run_tickets import audit_run_tickets
 from manyhands.workloads.rl.tickets import audit
@@ -94,6 +96,30 @@ def test_without_lag_the_rollouts_are_those_of_actors_with_policies_of_their_own
     assert any(bool(one.final_values.any()) for one in runs[1])
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="it needs a GPU")
+def test_a_gpu_infers_what_actors_infer_themselves() -> None:
+    given = states(20)
+    on_gpu = [{name: one.cuda() for name, one in state.items()} for state in given]
+    own = collected(Actors(double_job(9), settings(central=False), given[0]), given)
+    central = collected(Actors(double_job(9), settings(), on_gpu[0]), on_gpu)
+    for one, other in zip(own, central, strict=True):
+        assert torch.equal(one.actions, other.actions)
+        assert torch.equal(one.versions, other.versions)
+        assert torch.allclose(one.log_probs, other.log_probs, rtol=0, atol=1e-10)
+        assert torch.allclose(one.final_values, other.final_values, rtol=0, atol=1e-10)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="it needs a GPU")
+@pytest.mark.parametrize(
+    "algorithm", [mh.rl.Impala(), mh.rl.PPO(epochs=2, minibatches=1)], ids=["impala", "ppo"]
+)
+@pytest.mark.parametrize("actors", [0, 2])
+def test_a_run_learns_on_a_gpu_what_it_learns_on_the_cpu(algorithm: PolicyGradient, actors: int) -> None:
+    given = {"actors": actors, "lag": 0, "inference": "central"} if actors else {}
+    on_cpu = walked(algorithm, "cpu", environments=6, **given)
+    assert torch.allclose(on_cpu, walked(algorithm, "cuda", environments=6, **given), rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize("actors", [1, 3])
 def test_each_row_is_of_the_version_that_is_stamped_on_it(actors: int) -> None:
     given = states(40)
@@ -129,25 +155,26 @@ class Corridor(DoubleWalk):
         return seen, float(action), ended, cut, info
 
 
-@pytest.mark.parametrize("algorithm", [mh.rl.A2C(), mh.rl.Impala()], ids=["a2c", "impala"])
-def test_a_run_without_lag_ends_with_the_weights_of_one_whose_actors_infer(algorithm: object) -> None:
-    def weights(inference: str) -> Tensor:
-        task = mh.rl.task(
-            policy=critic,
-            algorithm=algorithm,  # type: ignore[arg-type]
-            environment=Corridor,
-            environments=6,
-            length=LENGTH,
-            optimizer=partial(torch.optim.Adam, lr=1e-2),
-            actors=2,
-            lag=0,
-            inference=inference,
-            episodes=1,
-        )
-        run = mh.fit(task, "single", workers=1, steps=20, options=QUIET)
-        return torch.cat([one.detach().flatten() for one in run.model.parameters()])
+def walked(algorithm: PolicyGradient, device: str = "cpu", **given: Any) -> Tensor:
+    """The weights after 20 updates."""
+    task = mh.rl.task(
+        policy=critic,
+        algorithm=algorithm,
+        environment=Corridor,
+        length=LENGTH,
+        optimizer=partial(torch.optim.Adam, lr=1e-2),
+        episodes=1,
+        **given,
+    )
+    run = mh.fit(task, "single", workers=1, steps=20, options=QUIET, device=device)
+    return torch.cat([one.detach().cpu().flatten() for one in run.model.parameters()])
 
-    own, central = weights("actor"), weights("central")
+
+@pytest.mark.parametrize("algorithm", [mh.rl.A2C(), mh.rl.Impala()], ids=["a2c", "impala"])
+def test_a_run_without_lag_ends_with_the_weights_of_one_whose_actors_infer(algorithm: PolicyGradient) -> None:
+    own, central = (
+        walked(algorithm, environments=6, actors=2, lag=0, inference=one) for one in ("actor", "central")
+    )
     assert torch.allclose(own, central, rtol=0, atol=1e-9)
 
 

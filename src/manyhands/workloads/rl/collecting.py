@@ -115,7 +115,10 @@ class _Rollouts(ExperienceCollector):
             self._updates += 1
         batch, update = divmod(self._updates - 1, algorithm.updates)
         if update == 0:
-            self._prepared = algorithm.prepare(model, self._next(model, batch))
+            rollouts, device = self._next(model, batch), next(model.parameters()).device
+            if device.type != "cpu":
+                rollouts = Rollouts(*(one.to(device) for one in rollouts))
+            self._prepared = algorithm.prepare(model, rollouts)
         return algorithm.part(self._prepared, update, mix(self._seed, batch))
 
     def _begins_anew(self, step: int) -> bool:  # noqa: ARG002
