@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import median
 
-from results_read import load, markdown, show_ratio
+from results_read import RESULTS, load, markdown, show_ratio
 
 _SIMULATED = {
     "ours": "ours",
@@ -17,6 +17,8 @@ _LEARNED = {
     "sb3-ppo": "Stable-Baselines3, PPO",
     "sample-factory": "Sample Factory 2, APPO",
 }
+
+_INFERRED = ("ours, IMPALA", "ours, IMPALA, central inference")
 
 
 def rl_simulation() -> str:
@@ -41,3 +43,19 @@ def rl_learning() -> str:
         rows.append([_LEARNED.get(name, name), f"{rates[name]:,.0f}", spread, *ratios])
     about = f"**{result['cores']} cores ({result['machine']}), torch {result['torch']}**"
     return f"{about}\n\n{markdown(rows)}"
+
+
+def rl_inference() -> str:
+    """IMPALA by where actions are computed, for every machine on which that was measured."""
+    rows = [["observations", "learner on", "cores", "by actors", "central", "ratio"]]
+    for path in sorted(RESULTS.glob("rl-inference-*.json"), reverse=True):
+        result = load(path.stem)
+        own, central = (median(result["learning"][name]) for name in _INFERRED)
+        shown = (
+            f"{median(found):,.0f} ({min(found):,.0f} to {max(found):,.0f})"
+            for found in (result["learning"][name] for name in _INFERRED)
+        )
+        device = result["device"].upper() if result["device"] == "cpu" else result["device"]
+        about = [result["observations"], device, str(result["cores"])]
+        rows.append([*about, *shown, show_ratio(central / own)])
+    return markdown(rows)
