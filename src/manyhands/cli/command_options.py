@@ -234,6 +234,17 @@ def fresh_directory(name: str) -> Path:
     return path
 
 
+def own_words(entry: Any, given: Mapping[str, Any]) -> list[str]:
+    """The options of a task that were given, as words of another command for it."""
+    words: list[str] = []
+    for one in entry.options:
+        if one.name in given:
+            flag, value = one.flag or f"--{one.name.replace('_', '-')}", given[one.name]
+            is_switch = one.kind is bool and one.flag
+            words += [flag] if is_switch else [f"{flag}={each}" for each in (value if one.many else (value,))]
+    return words
+
+
 def half_length(entry: Any, asked: Any) -> dict[str, int | None]:
     """Steps and epochs as asked for, or half of what the task usually has: for many runs, and for slow ones."""
     if asked.steps is not None or asked.epochs is not None:

@@ -212,7 +212,7 @@ def compare(
     """
     settings = settings or CompareSettings()
     chosen = parse_strategies(strategies)
-    requests, left_out = _checked(task, chosen, settings, score)
+    requests, left_out = requests_of(task, chosen, settings, score)
     order = trials(len(requests), settings.repeats)
     out = Path(out)
     require_empty(out)
@@ -253,7 +253,7 @@ def compare(
     )
 
 
-def _checked(
+def requests_of(
     task: AnyTask, strategies: Sequence[Strategy], settings: CompareSettings, score: Score | None = None
 ) -> tuple[list[Request], list[str]]:
     """What each strategy is asked for on each device, complete; UserError for the first that makes no sense.

@@ -1,0 +1,1 @@
+"""What faults cost: runs that are struck at a set step, beside one that is not."""
