@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from manyhands.strategies.ps.log_rows import SkippedRow, StepRow, UpdateRow
-from manyhands.strategies.ps.loop_turns import LoopTurn, loop_turns
-from manyhands.strategies.ps.replay_order import ReplayImpossible, ReplayOrder
+from manyhands.strategies.ps.replay_order import LoopTurn, ReplayImpossible, ReplayOrder, loop_turns
 from manyhands.strategies.ps.update_files import ComputedRow
 
 

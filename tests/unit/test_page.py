@@ -18,8 +18,7 @@ from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.observe.analyse.follow import RunFollower
-from manyhands.observe.analyse.model_view import model_view
-from manyhands.observe.analyse.run_view import Gather
+from manyhands.observe.analyse.run_view import Gather, model_view
 from manyhands.observe.analyse.view import Curve, Phase
 from manyhands.observe.draw.page import report, sections, title_of
 from views import empty_view, run_view, starting_view

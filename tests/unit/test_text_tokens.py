@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from conftest import SHARED_DATA
 from manyhands.errors import DataError, UserError
 from manyhands.workloads.text.token_files import ShardWriter, TokenFiles, open_shard, proven_shard
+from manyhands.workloads.text.token_worker import WordCache
 from manyhands.workloads.text.tokenizer import (
     END_OF_TEXT,
     TextTokenizer,
@@ -23,7 +24,6 @@ from manyhands.workloads.text.tokenizer import (
     tokenizer_of_json,
     train_tokenizer,
 )
-from manyhands.workloads.text.word_cache import WordCache
 
 tokenizers = pytest.importorskip("tokenizers", reason="the extra manyhands[text] is not installed")
 

@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 
 from manyhands.errors import UserError
-from manyhands.lab.studies.batch_queue import BatchRule, finish_times, mean_in_system, random_arrivals
 from manyhands.lab.studies.latency_throughput import (
+    BatchRule,
     BatchTimes,
+    finish_times,
+    mean_in_system,
     queues_under_load,
+    random_arrivals,
     saturating,
     truck_answer,
 )

@@ -25,7 +25,7 @@ SECTIONS: Final[dict[str, str]] = {
     "loss": "run_sections:loss",
     "metrics": "run_sections:metrics",
     "optimizer": "run_sections:optimizer",
-    "model": "model_section:model",
+    "model": "run_sections:model",
     "throughput": "run_sections:throughput",
     "workers": "run_sections:workers",
     "servers": "run_sections:servers",

@@ -19,6 +19,7 @@ _TILE_LETTERS = 14
 _FACT_LETTERS = 24  # characters of a value that fit in one of two columns on a phone
 _MAX_NARROW_WAITS = 6  # workers whose waits fit in one column of the page
 _MOST_PARTY_COLUMNS, _MOST_PARTY_ROWS, _MOST_COURSES = 24, 60, 4
+_MOST_DRAWN = 20  # labels of a confusion table
 _COMMON = "{} of the common model"
 
 
@@ -93,6 +94,41 @@ def optimizer(view: RunView) -> paper.PageSection | None:
         if series:
             charts.append(line_chart(series, title=title.capitalize(), x_label="step", y_label=title))
     return paper.PageSection("Optimizer", "".join(charts)) if charts else None
+
+
+def model(run: RunView) -> paper.PageSection:
+    view = run.model
+    if view is None:
+        return paper.PageSection("The model", "", "absent")
+    parts = []
+    if view.scores:
+        tiles = "".join(paper.tile(name, f"{value:.4g}") for name, value in view.scores.items())
+        parts.append(f'<dl class="tiles">{tiles}</dl>')
+    if 0 < len(view.confusion) <= _MOST_DRAWN:
+        parts.append(
+            paper.matrix(
+                view.confusion,
+                [f"label {name}" for name in view.labels],
+                [f"predicted {name}" for name in view.labels],
+                title=f"Labels and predictions, {view.measured_on}",
+                show=lambda count: f"{count:,.0f}",
+            )
+        )
+    if view.by_label:
+        figures = [
+            (name, f"{rows:,}", *(f"{one:.3f}" for one in rest)) for name, rows, *rest in view.by_label
+        ]
+        parts.append(
+            paper.data_table(("label", "rows", "precision", "recall", "F1"), figures, title="By label")
+        )
+    body = "\n".join(parts)
+    if view.importance:
+        rows = [(name, short_number(gain), f"{splits:,}") for name, gain, splits in view.importance]
+        some = f", {len(rows)} of {view.features}" * (len(rows) < view.features)
+        table = paper.data_table(("feature", "gain", "splits"), rows, title=f"Important features{some}")
+        body = f'<div class="pair"><div>{body}</div><div>{table}</div></div>' if parts else table
+    heading = f"The model on {view.measured_on}" if view.measured_on else "The model"
+    return paper.PageSection(heading, body, "wide")
 
 
 def throughput(view: RunView) -> paper.PageSection:

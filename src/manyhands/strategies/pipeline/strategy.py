@@ -149,7 +149,7 @@ class Pipeline(Strategy):
         held, parts = max(most_held(table)), self.stages * self.tensor
         samples = -(-model.batch_size // (grid.data * self.microbatches))
         if self.tensor == 1 and model.traced is not None and not table.over_time:
-            from manyhands.strategies.pipeline.predicted_memory import cuts_by_work, needs_of_stages
+            from manyhands.strategies.pipeline.predicted_parts import cuts_by_work, needs_of_stages
 
             cuts = self.cuts or cuts_by_work(model.traced, table.parts, samples)
             if cuts is not None:

@@ -36,9 +36,15 @@ from manyhands.strategies.ps.live.area import WorkerArea
 from manyhands.strategies.ps.live.loop_job import NO_END, LoopJob, loop_job, read_orders
 from manyhands.strategies.ps.live.worker_state import ReplicaModel
 from manyhands.strategies.ps.log_rows import StepRow
-from manyhands.strategies.ps.loop_turns import LoopTurn, loop_turns
 from manyhands.strategies.ps.ps_messages import LEAD
-from manyhands.strategies.ps.replay_order import ReplayCompute, ReplayImpossible, ReplayOrder, steps_of
+from manyhands.strategies.ps.replay_order import (
+    LoopTurn,
+    ReplayCompute,
+    ReplayImpossible,
+    ReplayOrder,
+    loop_turns,
+    steps_of,
+)
 from manyhands.strategies.ps.replay_player import Difference, Player, ReplayStage
 from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategies.ps.update_files import ShardLogs, read_computed, read_logs

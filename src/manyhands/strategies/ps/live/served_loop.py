@@ -5,7 +5,7 @@ until the run is over, and ends. A worker's `optimizer.step()` pushes its gradie
 what a successor needs besides (how far the loop had come) is in the store.
 
     launch      the launcher leads, as in `fit`; a process that died is started again, and takes its slot
-    torchrun    rank 0 leads, and has a child that serves (`loop_outside`)
+    torchrun    rank 0 leads, and has a child that serves (`loop_launcher`)
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from manyhands.strategies.common.consistency import SoftSync
 from manyhands.strategies.ps.client_core import Reason
 from manyhands.strategies.ps.live import reports
 from manyhands.strategies.ps.live.loop_job import LoopJob, begin_record, loop_job, write_orders
-from manyhands.strategies.ps.live.loop_launcher import launch_scripts
-from manyhands.strategies.ps.live.loop_outside import join_scripts, lead_scripts
+from manyhands.strategies.ps.live.loop_launcher import join_scripts, launch_scripts, lead_scripts
 from manyhands.strategies.ps.live.ps_job import MemberContext, MemberResources
 from manyhands.strategies.ps.live.ps_members import ps_ranks
 from manyhands.strategies.ps.live.server_process import serve_with
