@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Assassin", "events"]
-
 
 def events(run: Path) -> list[dict[str, Any]]:
     """What happened to the members so far; a line that is being written is left out."""

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["CUT", "awaited", "browsing", "coloured", "complaints", "needs_a_browser", "sized", "text_of"]
-
 CHROMIUM, CHROMEDRIVER = Path("/usr/bin/chromium"), Path("/usr/bin/chromedriver")
 _MISSING = [str(path) for path in (CHROMIUM, CHROMEDRIVER) if not path.exists()]
 needs_a_browser = pytest.mark.skipif(

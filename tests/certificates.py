@@ -10,8 +10,6 @@ from tempfile import TemporaryDirectory
 from manyhands.transport.certificates import make_certificates
 from manyhands.transport.security import Security
 
-__all__ = ["HOSTS", "careless", "careless_security", "folders", "run_security"]
-
 HOSTS = ("host-a", "host-b")
 
 

@@ -9,8 +9,6 @@ import pytest
 
 from manyhands.cli.main import main
 
-__all__ = ["run_command"]
-
 
 def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
     """The exit status of `manyhands ARGUMENTS`, in this process."""

@@ -8,8 +8,6 @@ import os
 import warm
 from manyhands.places.local import template
 
-__all__ = ["open_descriptors"]
-
 
 def open_descriptors() -> set[str]:
     """The descriptors of this process that something still needs.

@@ -34,21 +34,6 @@ from manyhands.task import Task
 from manyhands.workloads.builtin_task import BuiltinTask
 from manyhands.workloads.registry import WORKLOADS, Workload, load
 
-__all__ = [
-    "POINTS",
-    "TOY",
-    "Hostile",
-    "Served",
-    "ask_work",
-    "job_for",
-    "make_device",
-    "offer",
-    "points",
-    "serving",
-    "tokens",
-    "write_parts",
-]
-
 _STEP_S = 60.0
 POINTS = 96
 

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["fill", "small_disk"]
-
 
 @contextmanager
 def small_disk(folder: Path, num_bytes: int) -> Iterator[Path]:

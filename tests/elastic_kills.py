@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Members", "Striker"]
-
 _PATIENCE_S = 180.0
 
 

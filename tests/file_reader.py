@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["TEXT", "Reader", "written"]
-
 TEXT = "the cat sat on the mat; the dog, who was no cat, sat by it: éß — 猫 \n".encode() * 20
 
 

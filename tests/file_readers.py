@@ -12,8 +12,6 @@ import file_readers_runs
 import file_readers_words
 from file_reader import Reader
 
-__all__ = ["READERS"]
-
 _KINDS = (file_readers_data, file_readers_words, file_readers_runs, file_readers_checkpoints)
 
 READERS: dict[str, Reader] = {reader.name: reader for kind in _KINDS for reader in kind.ROWS}

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from file_reader import Reader
 
-__all__ = ["ROWS"]
-
 
 def _tensors(folder: Path) -> None:
     import torch

@@ -13,8 +13,6 @@ import numpy as np
 
 from file_reader import TEXT, Reader, written
 
-__all__ = ["ROWS"]
-
 _LIBSVM = b"+1 3:1 11:0.5 14:1   # a comment\n-1 1:2.5e-3 7:-4\n\n1 2:1 5:0.125 9:1e2\n-1 4:1\n" * 4
 _VOWPAL = (
     b"1 2.0 'tag |user age:0.3 city_paris |words the cat the mat\n-1 |words no:0.5 yes\n1 |user:2 a b:3\n" * 4

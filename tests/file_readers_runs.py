@@ -14,9 +14,6 @@ import typer
 
 from file_reader import Reader
 
-__all__ = ["ROWS", "ended_run"]
-
-
 _NS = 1_000_000_000
 
 

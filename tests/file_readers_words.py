@@ -9,8 +9,6 @@ import numpy as np
 
 from file_reader import TEXT, Reader, written
 
-__all__ = ["ROWS"]
-
 
 def _vectors(kind: str) -> Callable[[Path], None]:
     def make(folder: Path) -> None:

@@ -21,8 +21,6 @@ from manyhands.strategies.federated.deployed.run_files import TOKENS
 from manyhands.workloads.own_task import own_task
 from manyhands.workloads.tasks import build
 
-__all__ = ["Fleet"]
-
 _LOOK_S = 0.05
 _PROGRAM = Path(__file__).with_name("fleet_program.py")
 SCHEMA = "images=uint8:1x8x8,labels=int64"

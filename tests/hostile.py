@@ -24,8 +24,6 @@ from itertools import count
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["Strangers", "frame", "listening_ports"]
-
 HEADER = struct.Struct("<4sHHHHIQQ")
 TRANSPORT = 1
 SURROGATE = '"\\ud800"'

@@ -18,25 +18,6 @@ from manyhands.transport.hub.hub_events import HubEvent, Joined, Settings
 from manyhands.transport.liveness import LivenessTimes
 from manyhands.transport.messages import MessageCoder
 
-__all__ = [
-    "CLAIM",
-    "CODEC",
-    "FAST",
-    "GOOD",
-    "PATIENCE_S",
-    "TOKEN",
-    "Clock",
-    "Number",
-    "Party",
-    "Text",
-    "control",
-    "dial",
-    "impostor",
-    "raw",
-    "read_all",
-    "read_end",
-]
-
 PATIENCE_S = 60.0
 TOKEN = b"the secret of this run, 32 bytes"
 

@@ -22,8 +22,6 @@ from pathlib import Path
 import warm
 from manyhands.places.local.forking import TEMPLATE_NAME
 
-__all__ = ["Run", "Strike", "await_that", "practice", "strike", "strikes", "training"]
-
 _PRACTICE = """
 import subprocess, time
 from manyhands.places.local.supervisor import LocalCluster, Role

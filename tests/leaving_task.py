@@ -21,8 +21,6 @@ import manyhands as mh
 from assassin import events
 from manyhands.strategies.ps.live.server_process import _Server
 
-__all__ = ["task"]
-
 _NOTED_S = 30.0
 
 

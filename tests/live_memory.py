@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from torch._C._profiler import _EventType
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["Watch"]
-
 
 def tensors_here() -> dict[int, int]:
     """The storages of all tensors that Python knows, by address, and their bytes."""

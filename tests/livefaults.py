@@ -33,8 +33,6 @@ from typing import Any
 from kills import Run, await_that
 from livefaults_plans import PLANS, WORKERS, Case, Failed, Scene
 
-__all__ = ["Report", "Verdict", "campaign", "drawn", "execute", "moving_seed", "read_verdict", "verdict"]
-
 CONSISTENCIES = ("sync", "sync:1", "bounded:2", "async", "softsync:2", "aware:async")
 _CHECKPOINT_EVERY = 10
 _END_S = 240.0

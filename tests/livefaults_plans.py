@@ -17,8 +17,6 @@ from typing import Any
 from assassin import events
 from kills import Run, await_that
 
-__all__ = ["PLANS", "SERVERS", "WORKERS", "Case", "Failed", "Scene"]
-
 WORKERS, SERVERS = 3, 2
 _STEPS = {"sync": 200, "sync:1": 200}
 _OTHER_STEPS = 360

@@ -29,8 +29,6 @@ from manyhands.strategies.ps.live.server_process import _Server
 from manyhands.strategies.ps.shard_replica import ServerCore, ShardReplica
 from manyhands.strategies.ps.shard_store import ShardStore
 
-__all__ = ["BREAKAGES", "task"]
-
 _QUICK_STEPS, _QUICK_S, _SLOW_S = 25, 0.01, 0.6
 _calls = 0
 

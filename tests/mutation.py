@@ -8,8 +8,6 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["mutated"]
-
 _NUMBERS = (0, 1, 2, 255, 2**16 - 1, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**63, 2**64 - 1)
 _WORDS = (
     b"1000000000", b"99999999999999999999", b"9" * 5000, b"-1", b"0", b"1e999", b"-1e-999", b"nan", b"NaN", b"inf",

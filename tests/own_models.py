@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from manyhands.task import Task
 
-__all__ = ["CONTEXT", "cnn", "images", "transformer"]
-
 CONTEXT, _WIDTH, _LETTERS = 12, 16, 64
 
 

@@ -17,8 +17,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["Disk", "State", "watched"]
-
 
 @dataclass(eq=False)
 class _File:

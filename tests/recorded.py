@@ -18,8 +18,6 @@ from manyhands.strategies.ps.log_rows import RestoredRow, Row, StepRow
 from manyhands.strategies.ps.ps_messages import Message, Push
 from manyhands.strategies.ps.update_files import ComputedRow
 
-__all__ = ["Recorded", "changed", "record"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:

@@ -6,8 +6,6 @@ import select
 import socket
 import threading
 
-__all__ = ["Relay"]
-
 _PATIENCE_S = 60.0
 
 

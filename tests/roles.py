@@ -18,8 +18,6 @@ import pytest
 
 import warm
 
-__all__ = ["Cluster", "RoleProcess", "cluster", "free_ports"]
-
 PATIENCE_S = 240.0
 """Of a machine that does much else; how soon something is noticed is measured apart."""
 

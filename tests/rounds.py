@@ -15,8 +15,6 @@ from manyhands.strategies.federated.exchange import FederatedExchange
 from manyhands.strategies.federated.strategy import Federated
 from manyhands.strategy import Strategy
 
-__all__ = ["Played", "play_rounds"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Played:

@@ -13,8 +13,6 @@ from typing import Any
 
 from manyhands.serving.model_server import ModelServer
 
-__all__ = ["asked", "connected", "ready", "under_load"]
-
 CLIENTS = 12
 
 

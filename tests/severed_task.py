@@ -20,8 +20,6 @@ import manyhands as mh
 from manyhands.strategies.ps.ps_messages import Push, Read
 from manyhands.transport.hub.hub import Hub
 
-__all__ = ["task"]
-
 _UPDATE = 3
 
 

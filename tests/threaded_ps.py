@@ -44,8 +44,6 @@ from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategy import Strategy
 from manyhands.task import Task
 
-__all__ = ["ThreadedRun", "job_for"]
-
 _WITHIN_S = 60.0
 _LOOK_EVERY_S = 0.005
 

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 import manyhands as mh
 
-__all__ = ["accuracy", "loss", "network", "samples", "task"]
-
 
 def samples(count: int, seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)

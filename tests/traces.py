@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import Any
 
-__all__ = ["assert_flows_bound"]
-
 
 def assert_flows_bound(trace: dict[str, Any]) -> None:
     """Each flow begins and ends once, not backwards in time, inside a slice of its own track."""

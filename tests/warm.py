@@ -27,18 +27,6 @@ from typing import Any
 from manyhands.places.local import entry
 from manyhands.places.local.template import Template, inherited_environment
 
-__all__ = [
-    "COMPILER",
-    "MODULES",
-    "Popen",
-    "Spared",
-    "descriptor",
-    "fork_templates",
-    "import_compiler",
-    "pid",
-    "run",
-]
-
 MODULES = ("torch", "warm_modules")
 """What the process that others are forked from imports."""
 

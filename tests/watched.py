@@ -10,8 +10,6 @@ import httpx
 from manyhands.cli.look_commands import serving
 from manyhands.observe.analyse.follow import existing_run
 
-__all__ = ["watched"]
-
 
 def watched(run: Path) -> str:
     """The page of a run."""

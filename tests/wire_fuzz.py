@@ -56,8 +56,6 @@ from manyhands.transport.hub.hub_events import Arrived, Joined, Lost, Rejected, 
 from manyhands.transport.link.interface import Header as LinkHeader
 from manyhands.transport.messages import MessageCoder, ProtocolError
 
-__all__ = ["TARGETS", "Failure", "LiveHub", "a_frame", "damaged", "dialled", "frame", "fuzz", "send"]
-
 TOKEN = b"the secret of this run, 32 bytes"
 NUMBERS = (0, 1, -1, 2**7, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, -(2**63), 2**63, 2**64 - 1, 10**400)
 TEXTS = (

@@ -15,8 +15,6 @@ from manyhands.transport.hub.handshake import CONTROL, Credentials, Handshake
 from manyhands.transport.hub.hub_events import Settings
 from wire_fuzz import LiveHub, a_frame, damaged, dialled, frame, send
 
-__all__ = ["SecureHub"]
-
 _WHERE = ("hello", "certificate", "sealed", "inside")
 
 

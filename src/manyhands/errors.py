@@ -15,6 +15,7 @@ import os
 import resource
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any, TypeVar
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "PeerTimeout",
     "UserError",
     "WorkerFailed",
+    "check_count",
     "first_line",
     "format_bytes",
     "format_seconds",
@@ -205,6 +207,12 @@ def printable(text: str, at_most: int = 400) -> str:
     if short.isprintable():
         return short
     return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in short)
+
+
+def check_count(name: str, value: object, least: int = 1) -> None:
+    """UserError unless `value` is an integer of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise UserError(f"{name}={value!r} must be an integer of at least {least}")
 
 
 Called = TypeVar("Called", bound=Callable[..., Any])

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
-from manyhands.errors import UserError, nearest
+from manyhands.errors import UserError, check_count, nearest
 from manyhands.facts import (
     NOTHING_TRAVELS,
     ONE_DEVICE,
@@ -169,12 +169,6 @@ def check_choice(name: str, value: str, allowed: Collection[str]) -> None:
     """Raise the UserError that lists what `name` may be, unless `value` is among it."""
     if value not in allowed:
         raise UserError(f"unknown {name} {value!r}; {nearest(value, allowed)}")
-
-
-def check_count(name: str, value: object) -> None:
-    """Raise UserError unless `value` is an integer of at least 1."""
-    if not isinstance(value, int) or value < 1:
-        raise UserError(f"{name}={value!r} must be an integer of at least 1")
 
 
 def integer(text: str) -> int:

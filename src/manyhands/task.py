@@ -25,7 +25,7 @@ from manyhands.data.experience import Experience
 from manyhands.data.own import WorkerData, own_data
 from manyhands.data.reading import Loading, sample_weights
 from manyhands.data.store.rundir import OWN_NAMES
-from manyhands.errors import UserError, named_arguments, nearest, require_parameters
+from manyhands.errors import UserError, check_count, named_arguments, nearest, require_parameters
 from manyhands.strategy import Strategy
 
 __all__ = ["Metric", "Passes", "RowsOf", "StatefulMetric", "Task"]
@@ -254,8 +254,7 @@ class Task:
             if value is not None and not callable(value):
                 raise UserError(f"{name} is {value!r}; it must be a function {allowed}, or None")
         for name, count in (("batch_size", self.batch_size), ("microbatches", self.microbatches)):
-            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-                raise UserError(f"{name} is {count!r}; it must be an integer of at least 1")
+            check_count(name, count)
         if not isinstance(self.loading, Loading):
             raise UserError(f"loading is {self.loading!r}; it must be a Loading, such as Loading(workers=2)")
         if self.reduction not in ("mean", "sum"):

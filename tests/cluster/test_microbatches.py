@@ -145,7 +145,7 @@ def test_in_processes_it_is_the_same(strategy: str) -> None:
 
 def test_what_makes_no_sense_is_refused() -> None:
     for bad in (0, True, 1.5):
-        with pytest.raises(UserError, match=r"microbatches is .* must be an integer of at least 1"):
+        with pytest.raises(UserError, match=r"microbatches=.* must be an integer of at least 1"):
             in_pieces(bad)  # type: ignore[arg-type]
     tables = in_pieces(2, sparse={"embed.weight": lambda batch: batch[0]})
     with pytest.raises(

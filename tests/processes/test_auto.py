@@ -165,7 +165,7 @@ def test_under_torchrun_every_process_follows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("strategy", "said"),
     [
-        ("auto tries=0", "tries=0 must be at least 1"),
+        ("auto tries=0", "tries=0 must be an integer of at least 1"),
         ("auto must=fast", "must='fast' is not a promise"),
         ("auto shortest=soon", "'soon' is not a number of seconds"),
         ("mirrored algorithm=auto", "mirrored has no setting 'algorithm'"),

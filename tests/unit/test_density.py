@@ -124,7 +124,7 @@ def test_what_did_not_run_has_no_row() -> None:
         (["--density", "0.02,0.2,0.020"], "--density has 0.02 twice; leave one of them out"),
         (["--density", "0.02,0.0200000001"], "--density has 0.02 twice; leave one of them out"),
         (["--density", "much"], "--density 'much' is not a number"),
-        (["--seed", "-1"], "seed=-1 must be at least 0"),
+        (["--seed", "-1"], "seed=-1 must be an integer of at least 0"),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_is_written(

@@ -51,7 +51,7 @@ def test_replicas_follow_from_the_number_of_workers() -> None:
             "workers=4: 2 stages × 2 slices × 2 replicas would use 8; use workers=8",
         ),
         (2, {"data": 1}, "workers=2: one worker would use 1; use workers=1"),
-        (2, {"stages": 0}, "stages=0: must be at least 1"),
+        (2, {"stages": 0}, "stages=0 must be an integer of at least 1"),
     ],
 )
 def test_workers_that_do_not_fill_it_are_refused_with_the_nearest_that_do(

@@ -227,7 +227,7 @@ def test_files_that_hold_nothing_or_are_damaged(tmp_path: Path) -> None:
         ({"format": "csv"}, "unknown format 'csv'"),
         ({"hash": "none"}, "unknown hash 'none'"),
         ({"hash": "all"}, "hash=all needs a number of bits"),
-        ({"threads": 0}, "threads=0 must be at least 1"),
+        ({"threads": 0}, "threads=0 must be an integer of at least 1"),
     ],
 )
 def test_a_reading_is_checked(wrong: dict[str, object], sentence: str) -> None:

@@ -178,7 +178,7 @@ def test_after_the_group_the_model_is_an_ordinary_one() -> None:
     ("script", "arguments", "report"),
     [
         ("nowhere.py", {"workers": 2}, "script nowhere.py does not exist"),
-        (__file__, {"workers": 0}, "workers=0 must be at least 1"),
+        (__file__, {"workers": 0}, "workers=0 must be an integer of at least 1"),
         (__file__, {"workers": 2, "strategy": "single"}, "strategy=single runs one process"),
         (__file__, {"workers": 2, "strategy": "centre"}, "did you mean 'central'?"),
     ],

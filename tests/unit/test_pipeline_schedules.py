@@ -173,7 +173,7 @@ def test_wavefront_goes_back_in_time() -> None:
 @pytest.mark.parametrize(("stages", "microbatches"), [(0, 4), (-1, 4), (4, 0)])
 def test_sizes_below_one_are_refused(name: str, stages: int, microbatches: int) -> None:
     field = f"stages={stages}" if stages < 1 else f"microbatches={microbatches}"
-    with pytest.raises(UserError, match=f"{field}: must be at least 1"):
+    with pytest.raises(UserError, match=f"{field} must be an integer of at least 1"):
         SCHEDULES[name](stages, microbatches)
 
 
@@ -183,7 +183,7 @@ def test_interleaved_names_the_nearest_that_fit(microbatches: int, nearest: str)
         UserError, match=rf"microbatches={microbatches} does not fit stages=4.*nearest that fit: {nearest}$"
     ):
         interleaved(4, microbatches)
-    with pytest.raises(UserError, match="chunks=0: must be at least 1"):
+    with pytest.raises(UserError, match="chunks=0 must be an integer of at least 1"):
         interleaved(4, 4, 0)
 
 

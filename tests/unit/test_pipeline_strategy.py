@@ -34,7 +34,7 @@ def test_text_parses_and_prints_back(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("pipeline stages=0", "stages=0: must be at least 1"),
+        ("pipeline stages=0", "stages=0 must be an integer of at least 1"),
         ("pipeline schedule=1f1", "unknown schedule '1f1'; allowed: naive, gpipe, 1f1b"),
         ("pipeline schedule=1f1", "did you mean '1f1b'?"),
         (

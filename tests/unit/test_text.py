@@ -98,7 +98,7 @@ def test_windows_predict_each_byte_once(length: int, context: int) -> None:
 
 
 def test_a_context_of_nothing_is_refused() -> None:
-    with pytest.raises(UserError, match="context is 0; it must be at least 1"):
+    with pytest.raises(UserError, match="context=0 must be an integer of at least 1"):
         windows(encode("text"), 0)
 
 

@@ -169,7 +169,7 @@ def test_bad_requests(files: TokenFiles, tmp_path: Path) -> None:
         UserError, match="has no row of 12 tokens: its longest file has 11; give a shorter length"
     ):
         TokenWindows(files, 11)
-    with pytest.raises(UserError, match="length is 0; it must be at least 1"):
+    with pytest.raises(UserError, match="length=0 must be an integer of at least 1"):
         TokenWindows(files, 0)
     with pytest.raises(UserError, match="length is 2; it must be at least 3"):
         MaskedWindows(files, 2)

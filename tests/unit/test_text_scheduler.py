@@ -168,7 +168,7 @@ def test_whatever_comes_every_text_gets_its_tokens_or_an_end(seed: int) -> None:
 
 
 def test_limits_are_at_least_one() -> None:
-    with pytest.raises(UserError, match="rows=0 must be at least 1"):
+    with pytest.raises(UserError, match="rows=0 must be an integer of at least 1"):
         TextLimits(rows=0)
 
 

@@ -30,7 +30,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.errors import DataError, UserError, format_bytes
+from manyhands.errors import DataError, UserError, check_count, format_bytes
 from manyhands.native.closeable import Closeable
 
 _Values = TypeVar("_Values")
@@ -186,8 +186,7 @@ def python_source_text(root: Path, max_bytes: int) -> str:
     Modules come first, then packages folder by folder, each sorted by name; tests and installed packages are
     left out, and so is a file that is not UTF-8.
     """
-    if max_bytes < 1:
-        raise UserError(f"max_bytes is {max_bytes}; it must be at least 1")
+    check_count("max_bytes", max_bytes)
     collected = bytearray()
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(name for name in folders if name not in _SKIPPED_FOLDERS)
@@ -218,8 +217,7 @@ def windows(tokens: NDArray[np.uint8], context: int) -> NDArray[np.uint8]:
     Neighbouring rows share one token, so that each token but the first is predicted exactly once in an epoch;
     a tail that does not fill a row is left out. The rows are a view: nothing is copied.
     """
-    if context < 1:
-        raise UserError(f"context is {context}; it must be at least 1")
+    check_count("context", context)
     if len(tokens) <= context:
         raise UserError(
             f"a text of {len(tokens)} bytes is too short: context={context} needs at least {context + 1}"

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from manyhands.data import libsvm, vowpal
 from manyhands.data.parse_kernels import PADDING
-from manyhands.errors import DataError, UserError, format_bytes, nearest
+from manyhands.errors import DataError, UserError, check_count, format_bytes, nearest
 from manyhands.native.warming import prepare
 
 FORMATS = ("auto", "libsvm", "vw")
@@ -94,8 +94,7 @@ class Reading:
         if self.hash == "all" and self.bits is None:
             raise UserError("hash=all needs a number of bits to hash into, such as bits=18")
         for name in ("threads", "block_bytes"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)} must be at least 1")
+            check_count(name, getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

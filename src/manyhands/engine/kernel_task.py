@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from torch import Tensor, nn
 
-from manyhands.errors import UserError
+from manyhands.errors import UserError, check_count
 from manyhands.facts import Split, Truth
 from manyhands.native.group.gate import CompiledGate
 from manyhands.native.group.shared_group import SharedGroup
@@ -182,8 +182,7 @@ class KernelTask(ABC):
 
 def check_shared_rows(strategy: Strategy, workers: int, task: str, no_settings: str) -> None:
     """UserError unless one process or plain copies share the rows; `no_settings` says why copies have no settings."""
-    if not isinstance(workers, int) or workers < 1:
-        raise UserError(f"workers={workers!r} must be an integer of at least 1")
+    check_count("workers", workers)
     if strategy.most_workers is not None and workers > strategy.most_workers:
         raise UserError(f"workers={workers}: {strategy.word} is one process; use strategy=allreduce for more")
     copies = strategy.truth is Truth.EVERYONE and strategy.split is Split.DATA and strategy.trains_compiled

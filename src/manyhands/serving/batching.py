@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from manyhands.errors import UserError
+from manyhands.errors import UserError, check_count
 from manyhands.observe.analyse.serving_view import ServingTally
 from manyhands.serving.worker_switchboard import ENDING, WorkerSwitchboard
 
@@ -43,8 +43,7 @@ class BatchLimits:
 
     def __post_init__(self) -> None:
         for name in ("batch", "waiting", "tries"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)} must be at least 1")
+            check_count(name, getattr(self, name))
         if not 0 <= self.wait_s < self.deadline_s < math.inf:
             raise UserError(
                 f"wait_s={self.wait_s:g} must be at least 0 and less than a finite deadline_s={self.deadline_s:g}"

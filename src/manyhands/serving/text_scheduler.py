@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from manyhands.errors import UserError
+from manyhands.errors import check_count
 from manyhands.workloads.language.sampling import Sampling
 
 
@@ -35,8 +35,7 @@ class TextLimits:
 
     def __post_init__(self) -> None:
         for name in ("rows", "waiting", "prefill", "cache_bytes"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)} must be at least 1")
+            check_count(name, getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -52,7 +52,14 @@ from manyhands.data.store.tensorfile import (
     require_storable,
     without_aliases,
 )
-from manyhands.errors import CorruptCheckpoint, ManyhandsError, NonFinite, UserError, format_bytes
+from manyhands.errors import (
+    CorruptCheckpoint,
+    ManyhandsError,
+    NonFinite,
+    UserError,
+    check_count,
+    format_bytes,
+)
 
 MODEL_FILE, OPTIMIZER_FILE, STATE_FILE = "model.safetensors", "optimizer.safetensors", "state.json"
 CONTENT_FILES = (MODEL_FILE, OPTIMIZER_FILE, STATE_FILE)
@@ -91,8 +98,7 @@ class Snapshot:
     may_hold_infinity: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        if self.step < 0:
-            raise UserError(f"step is {self.step}; it must be at least 0")
+        check_count("step", self.step, 0)
         for name, value in self.model.items():
             if not isinstance(value, Tensor):
                 raise UserError(
@@ -132,8 +138,7 @@ class CheckpointStore:
     """
 
     def __init__(self, folder: Path, keep: int = 3, spared: Collection[int] = ()) -> None:
-        if keep < 1:
-            raise UserError(f"keep is {keep}; it must be at least 1")
+        check_count("keep", keep)
         self.folder, self.keep, self.spared = Path(folder), keep, frozenset(spared)
 
     def path_of(self, step: int) -> Path:

@@ -20,7 +20,7 @@ from typing import Any
 from manyhands.data.store.atomic import WriteFailed
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.engine.device import check_device, sharing_sentence
-from manyhands.errors import ManyhandsError, UserError
+from manyhands.errors import ManyhandsError, UserError, check_count
 from manyhands.interop.own_loop.connect import choose, in_own_loop, own_loop_config
 from manyhands.interop.own_loop.placed_script import ScriptRun, run_as_main, script_digest
 from manyhands.native.version import __version__
@@ -85,8 +85,7 @@ def launch(
     path = Path(script)
     if not path.is_file():
         raise UserError(f"script {path} does not exist")
-    if workers < 1:
-        raise UserError(f"workers={workers} must be at least 1")
+    check_count("workers", workers)
     requested = in_own_loop(Strategy.parse(strategy)) if strategy is not None else None
     chosen = choose(requested, [range(workers)])  # refuses a strategy that cannot be
     check_device(device or "cpu")

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from manyhands.engine.footprint import PER_LINK
-from manyhands.errors import ManyhandsError, UserError, format_bytes, nearest
+from manyhands.errors import ManyhandsError, UserError, check_count, format_bytes, nearest
 from manyhands.lab.bench import harness
 from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles
 from manyhands.places.local.host import check_capacity, of_processes
@@ -112,8 +112,7 @@ def format_table(result: dict[str, Any]) -> str:
 def _check(workers: int, sizes_bytes: Sequence[int], repeats: int) -> None:
     if workers < 2:
         raise UserError(f"workers={workers}: an all-reduce needs at least 2")
-    if repeats < 1:
-        raise UserError(f"repeats={repeats}: must be at least 1")
+    check_count("repeats", repeats)
     for size in sizes_bytes:
         if size < 0 or size % _ITEM_BYTES:
             raise UserError(f"sizes_bytes: {size} is not a multiple of {_ITEM_BYTES}, the bytes of a float32")

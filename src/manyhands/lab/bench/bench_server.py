@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from manyhands.errors import ManyhandsError, UserError, format_bytes
+from manyhands.errors import ManyhandsError, UserError, check_count, format_bytes
 from manyhands.lab.bench import harness
 from manyhands.lab.bench.server_ours import OurServer, WorkerEnd
 from manyhands.lab.bench.server_peers import RAY, RayPeer, RpcPeer, ray_running, rpc_running
@@ -75,8 +75,7 @@ def run_bench(
     Each contender has `rounds` blocks of every exchange: one round trip where it is large, up to 20 where it is small.
     `memory_bytes` is the size of the model whose server's memory is measured; 0 leaves that out.
     """
-    if rounds < 1:
-        raise UserError(f"rounds={rounds}: must be at least 1")
+    check_count("rounds", rounds)
     if memory_bytes < 0:
         raise UserError(f"memory_bytes={memory_bytes}: must not be negative")
     blocks = tuple(min(max(_BLOCK_BYTES // one.gradient_bytes, 1), _MOST_IN_BLOCK) for one in exchanges)

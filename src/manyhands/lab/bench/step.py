@@ -34,7 +34,7 @@ from manyhands.data.batches import BatchPlan, BatchSource
 from manyhands.data.randomness import seed_all
 from manyhands.engine.exchange import Exchange, LocalStep, Resources, SingleExchange
 from manyhands.engine.worker_processes import exchanging
-from manyhands.errors import ManyhandsError, UserError, nearest
+from manyhands.errors import ManyhandsError, UserError, check_count, nearest
 from manyhands.lab.bench import harness
 from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles, warm
 from manyhands.places.local.host import check_capacity, of_processes, threads_per_role
@@ -187,8 +187,7 @@ def run_bench(
     check_capacity(of_processes(), workers, allow_overload=allow_overload)
     if workers < 2:
         raise UserError(f"workers={workers}: exchanging gradients needs at least 2")
-    if steps < 1:
-        raise UserError(f"steps={steps}: must be at least 1")
+    check_count("steps", steps)
     facts = {"benchmark": "step", "workers": workers, **harness.host_facts()}
     warm({torch.float32, torch.float64})
     return {

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from manyhands.errors import ManyhandsError, UserError
+from manyhands.errors import ManyhandsError, UserError, check_count
 from manyhands.observe.analyse.totals import Totals, TotalsSnapshot
 from manyhands.observe.record.event_files import EventFileWriter
 from manyhands.observe.record.event_ring import EventRing
@@ -46,8 +46,7 @@ class Collector:
         is_whole = sorted(roles) == list(range(len(roles)))
         if not roles or len(set(roles)) < len(roles) or (workers is None and not is_whole):
             raise UserError(f"rings={roles} is not allowed; give one ring for each role 0, 1, ...")
-        if max_bytes < 0:
-            raise UserError(f"max_bytes={max_bytes} is not allowed; it must be at least 0")
+        check_count("max_bytes", max_bytes, 0)
         self._rings, self._directory = dict(rings), directory
         self._max_file_bytes = max_bytes // len(rings)
         self._wall_offset_ns = wall_offset_ns

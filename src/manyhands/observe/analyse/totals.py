@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from manyhands.errors import UserError
+from manyhands.errors import UserError, check_count
 from manyhands.observe.analyse.recent import BIN_NS, BINS
 from manyhands.observe.analyse.slow_workers import Late, Slowness, Straggler
 from manyhands.observe.record.events import NOBODY, EventKind, Records
@@ -97,8 +97,7 @@ class Totals:
     """The totals of all events of `workers` workers, whose roles are 0 to workers − 1."""
 
     def __init__(self, workers: int) -> None:
-        if workers < 1:
-            raise UserError(f"workers={workers} is not allowed; it must be at least 1")
+        check_count("workers", workers)
         self.workers = workers
         self.rows = np.full(workers, _NO_STEP_YET, _ROW)
         self._wait_for_ns = np.zeros((workers, workers), np.int64)

@@ -30,7 +30,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
-from manyhands.errors import ManyhandsError, PeerTimeout, UserError, first_line
+from manyhands.errors import ManyhandsError, PeerTimeout, UserError, check_count, first_line
 from manyhands.places.external.run_store import KeyValueStore
 from manyhands.places.place import MORE_WORKERS, Place, PlacedRun
 from manyhands.places.ray.actor_placement import (
@@ -74,8 +74,7 @@ class RayCluster(Place):
     def __post_init__(self) -> None:
         check_choice("workers", self.workers, _WAYS)
         check_choice("servers", self.servers, _WAYS)
-        if not isinstance(self.cpus, int) or self.cpus < 1:
-            raise UserError(f"cpus={self.cpus!r} must be an integer of at least 1")
+        check_count("cpus", self.cpus)
         name, colon, port = self.address.removeprefix("ray://").rpartition(":")
         if self.address not in ("ray", "auto") and not (name and colon and port.isdigit()):
             raise UserError(f"cluster={self.address!r} is not a Ray cluster; give {self.about}")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
-from manyhands.errors import UserError
+from manyhands.errors import UserError, check_count
 from manyhands.facts import Facts, Machines, Truth
 from manyhands.strategies.auto.promised import Must
 from manyhands.strategies.common.usual_promises import IN_STEP
@@ -47,8 +47,7 @@ class Auto(Strategy):
     """The strategy with settings that are `auto`; empty: any strategy."""
 
     def __post_init__(self) -> None:
-        if self.tries < 1:
-            raise UserError(f"tries={self.tries} must be at least 1")
+        check_count("tries", self.tries)
         Must.parse(self.must)
         if not 0 <= self.shortest < math.inf:
             raise UserError(f"shortest={self.shortest} must be a number of seconds, 0 or more")

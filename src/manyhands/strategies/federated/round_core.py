@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, TypeAlias
 
-from manyhands.errors import DataError, UserError
+from manyhands.errors import DataError, UserError, check_count
 from manyhands.strategies.federated.client_data import selected
 from manyhands.strategies.federated.client_updates import check_norm_ratio, described_norms, rejected_by_norm
 
@@ -174,8 +174,7 @@ class RoundTerms:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.rounds < 1:
-            raise UserError(f"rounds={self.rounds}: must be at least 1")
+        check_count("rounds", self.rounds)
         if not 1 <= self.goal <= self.clients:
             raise UserError(f"goal={self.goal}: must be between 1 and the {self.clients} clients")
         if not 1 <= self.minimum <= self.goal:

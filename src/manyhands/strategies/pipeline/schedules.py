@@ -13,7 +13,7 @@ from enum import Enum, unique
 from itertools import islice
 from typing import TypeAlias
 
-from manyhands.errors import UserError
+from manyhands.errors import UserError, check_count
 from manyhands.strategies.common.collectives.schedule import ScheduleError
 
 
@@ -274,8 +274,7 @@ They are held from forward until backward, or until the weight gradient where th
 
 def _shape(name: str, stages: int, microbatches: int, chunks: int = 1, **kind: bool) -> Schedule:
     for what, number in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
-        if number < 1:
-            raise UserError(f"{what}={number}: must be at least 1")
+        check_count(what, number)
     return Schedule(name=name, stages=stages, microbatches=microbatches, work_items=(), chunks=chunks, **kind)
 
 

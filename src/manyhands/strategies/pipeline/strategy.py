@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar
 
-from manyhands.errors import UserError
+from manyhands.errors import UserError, check_count
 from manyhands.facts import (
     Facts,
     Machines,
@@ -93,8 +93,7 @@ class Pipeline(Strategy):
         check_choice("schedule", self.schedule, SCHEDULES)
         check_link(self.link)
         for name in ("stages", "microbatches", "tensor"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)}: must be at least 1")
+            check_count(name, getattr(self, name))
         if self.data < 0:
             raise UserError(f"data={self.data}: must be at least 1, or 0 to use all workers")
         table = self.table()

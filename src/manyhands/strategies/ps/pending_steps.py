@@ -13,7 +13,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
-from manyhands.errors import UserError
+from manyhands.errors import UserError, check_count
 from manyhands.strategies.common.consistency import Group, Policy, blend
 from manyhands.strategies.ps.actions import Action, Adopt, Apply, Drop, Log, Outcome
 from manyhands.strategies.ps.log_rows import LateRow, LostRow, SkippedRow, StepRow, UpdateRow
@@ -131,8 +131,7 @@ class ShardConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.shard < self.num_shards:
             raise UserError(f"shard={self.shard} must be between 0 and num_shards={self.num_shards} - 1")
-        if self.steps < 0:
-            raise UserError(f"steps={self.steps} must be at least 0")
+        check_count("steps", self.steps, 0)
         if not self.slots or len(set(self.slots)) < len(self.slots) or min(self.slots) < 0:
             raise UserError(f"slots={self.slots} must be one or more distinct numbers of at least 0")
         set_once = partial(object.__setattr__, self)  # asked several times for every message

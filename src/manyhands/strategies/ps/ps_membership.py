@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from manyhands.errors import UserError
+from manyhands.errors import UserError, check_count
 from manyhands.places.place import AddWorker, RemoveWorker
 from manyhands.strategies.common.membership import (
     MAX_DEATHS,
@@ -70,8 +70,7 @@ class MembershipPlan:
 
     def __post_init__(self) -> None:
         for name, value in (("num_shards", self.num_shards), ("num_workers", self.num_workers)):
-            if value < 1:
-                raise UserError(f"{name}={value} must be at least 1")
+            check_count(name, value)
         if self.replicas not in (0, 1):
             raise UserError(f"replicas={self.replicas} must be 0 or 1")
 

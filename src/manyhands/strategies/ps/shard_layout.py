@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands.errors import UserError, nearest
+from manyhands.errors import UserError, check_count, nearest
 from manyhands.facts import Stepping
 from manyhands.native.dtypes import SUMMED
 from manyhands.native.segment import round_up
@@ -104,8 +104,7 @@ class FlatLayout:
 
         A UserError names an optimizer that cannot be shared out, or a parameter of the wrong kind.
         """
-        if shards < 1:
-            raise UserError(f"shards={shards} must be at least 1")
+        check_count("shards", shards)
         if sparse:
             require_lazy(optimizer)
         named = trainable(model)

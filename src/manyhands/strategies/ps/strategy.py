@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from manyhands.errors import UserError, num_of
+from manyhands.errors import UserError, check_count, num_of
 from manyhands.facts import (
     Answer,
     Facts,
@@ -88,8 +88,7 @@ class Ps(Strategy):
             object.__setattr__(self, "consistency", parse_consistency(self.consistency))
         if isinstance(self.filter, str):
             object.__setattr__(self, "filter", parse_filters(self.filter))
-        if self.servers < 1:
-            raise UserError(f"servers={self.servers} must be at least 1")
+        check_count("servers", self.servers)
         if self.replicas not in (0, 1):
             raise UserError(f"replicas={self.replicas} must be 0 or 1; 1 keeps every shard on two servers")
         check_link(self.link)

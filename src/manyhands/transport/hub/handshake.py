@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Final, NamedTuple
 
-from manyhands.errors import UserError, printable
+from manyhands.errors import UserError, check_count, printable
 from manyhands.native.version import __version__
 from manyhands.transport.frames import HEADER_BYTES, OF_TRANSPORT, Limits, decode_header, encode_header
 from manyhands.transport.messages import MessageCoder, ProtocolError
@@ -130,8 +130,7 @@ class Credentials:
     fingerprint: str
 
     def __post_init__(self) -> None:
-        if self.member < 0:
-            raise UserError(f"member={self.member} must be at least 0")
+        check_count("member", self.member, 0)
         if len(self.token) < _LEAST_TOKEN_BYTES:
             raise UserError(f"the token has {len(self.token)} bytes; it needs at least {_LEAST_TOKEN_BYTES}")
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import ClassVar
 
-from manyhands.errors import UserError
+from manyhands.errors import check_count
 from manyhands.native.closeable import Closeable
 from manyhands.transport.link.interface import Link
 from manyhands.transport.link.shared_link import LinkDescriptors, SharedLink, SharedLinkFiles
@@ -25,8 +25,7 @@ class Mesh(Closeable, ABC):
     parts: ClassVar[tuple[str, ...]]  # what an end of a link is made of: as many names as descriptors
 
     def __init__(self, world: int) -> None:
-        if world < 1:
-            raise UserError(f"world={world} must be at least 1")
+        check_count("world", world)
         self.world = world
         self._ends: dict[tuple[int, int], Sequence[int]] = {}  # by rank and peer
         with ExitStack() as stack:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.errors import UserError, format_bytes, num_of
+from manyhands.errors import UserError, check_count, format_bytes, num_of
 from manyhands.observe.draw.bars import BarPhase, Bars
 from manyhands.strategy import check_choice
 from manyhands.workloads.glove.cooccurrence_files import RECORD, RecordWriter, read_records, temporary_folder
@@ -108,10 +108,8 @@ def count_cooccurrence(
     sums do not depend on `workers` in any bit, and on `memory_bytes` by no more than rounding. Temporary files lie in
     a folder `.tmp-…` beside `out` and are removed whatever happens.
     """
-    if window < 1:
-        raise UserError(f"window={window} must be at least 1")
-    if workers < 1:
-        raise UserError(f"workers={workers} must be at least 1")
+    check_count("window", window)
+    check_count("workers", workers)
     check_choice("weighting", weighting, tuple(WEIGHTINGS))
     table = WordTable.of(word.encode() for word in vocabulary.words)
     if len(table) != len(vocabulary):

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from manyhands.data.batches import split
 from manyhands.engine.kernel_task import AnyTask, KernelStep, KernelTask, Portion, Taken
-from manyhands.errors import DataError, UserError
+from manyhands.errors import DataError, UserError, check_count
 from manyhands.facts import Split, Truth
 from manyhands.native.group.gate import FREE, CompiledGate, require_admitted
 from manyhands.native.group.shared_group import SharedGroup
@@ -61,8 +61,7 @@ class GloveTask(GloveWork, KernelTask):
 
     @classmethod
     def of(cls, path: Path, vocabulary_size: int, glove: GloveOptions, any_batch: bool = False) -> GloveTask:
-        if not isinstance(vocabulary_size, int) or vocabulary_size < 1:
-            raise UserError(f"vocabulary_size={vocabulary_size!r} must be an integer of at least 1")
+        check_count("vocabulary_size", vocabulary_size)
         if not record_count(path):
             raise DataError(f"{path} holds no records; count the words of a corpus first")
         return cls(
@@ -142,8 +141,7 @@ class GloveTask(GloveWork, KernelTask):
 
 
 def check_together(strategy: Strategy, options: GloveOptions, workers: int) -> None:
-    if not isinstance(workers, int) or workers < 1:
-        raise UserError(f"workers={workers!r} must be an integer of at least 1")
+    check_count("workers", workers)
     alone = strategy.most_workers == 1
     if alone and workers > 1:
         raise UserError(f"workers={workers}: {strategy.word} is one thread; use strategy=hogwild for more")

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.data.store.atomic import reason, write_atomically
-from manyhands.errors import DataError, UserError
+from manyhands.errors import DataError, UserError, check_count
 from manyhands.workloads.exporting import Export, ExportAsked
 from manyhands.workloads.predictor import Predictor, ReadAs
 
@@ -91,8 +91,7 @@ class Vectors:
         return self._nearest(total / length if length > 0 else total, set(rows), top)
 
     def _nearest(self, direction: NDArray[np.float32], given: set[int], top: int) -> list[tuple[str, float]]:
-        if top < 1:
-            raise UserError(f"top={top} must be at least 1")
+        check_count("top", top)
         cosines = self.unit @ direction
         cosines[list(given)] = -np.inf
         best = np.argsort(-cosines, kind="stable")[: min(top, len(self) - len(given))]

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.data.store.atomic import reason, write_atomically
-from manyhands.errors import DataError, UserError, num_of
+from manyhands.errors import DataError, UserError, check_count, num_of
 from manyhands.observe.draw.bars import Bars
 from manyhands.workloads.glove.corpus import Block, Corpus
 from manyhands.workloads.glove.word_table import WordTable
@@ -86,8 +86,7 @@ def count_words(
     Each of `workers` threads counts blocks in a table of its own; the tables are added at the end, so the result does
     not depend on who counted what. A vocabulary of fewer than two words is rejected: nothing can be learnt from it.
     """
-    if min_count < 1:
-        raise UserError(f"min_count={min_count} must be at least 1")
+    check_count("min_count", min_count)
     if max_size is not None and max_size < 2:
         raise UserError(f"max_size={max_size} must be at least 2")
     tables = [WordTable(1 << 16) for _ in range(workers)]
@@ -129,8 +128,7 @@ Result = TypeVar("Result")
 @contextmanager
 def children(workers: int) -> Iterator[ThreadPoolExecutor]:
     """`workers` threads; on the way out what has not begun is dropped and what runs is awaited."""
-    if workers < 1:
-        raise UserError(f"workers={workers} must be at least 1")
+    check_count("workers", workers)
     pool = ThreadPoolExecutor(workers, thread_name_prefix="words")
     try:
         yield pool

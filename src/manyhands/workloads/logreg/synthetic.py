@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from manyhands.errors import UserError
+from manyhands.errors import UserError, check_count
 
 _BLOCK = 4096  # examples drawn and written at a time
 _NOISE = 0.1  # of labels, turned over
@@ -34,8 +34,7 @@ class SparseProblem:
             raise UserError(f"{given}: at least 1 feature and 2 examples are needed")
         if not 0 < self.density <= 1:
             raise UserError(f"density={self.density:g} must be above 0 and at most 1")
-        if self.seed < 0:
-            raise UserError(f"seed={self.seed} must be at least 0")
+        check_count("seed", self.seed, 0)
 
     @property
     def nonzeros(self) -> int:

@@ -29,7 +29,7 @@ from torch.optim import SGD, Adagrad, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from manyhands.engine.kernel_task import AnyTask, KernelStep, KernelTask, Portion, Taken
-from manyhands.errors import UserError
+from manyhands.errors import UserError, check_count
 from manyhands.facts import Split
 from manyhands.native.group.gate import CompiledGate, require_admitted
 from manyhands.native.segment import Segment
@@ -280,8 +280,7 @@ class _ExampleStep(KernelStep):
 
 
 def check_strategy(strategy: Strategy, workers: int) -> None:
-    if not isinstance(workers, int) or workers < 1:
-        raise UserError(f"workers={workers!r} must be an integer of at least 1")
+    check_count("workers", workers)
     if strategy.most_workers is not None and workers > strategy.most_workers:
         raise UserError(f"workers={workers}: {strategy.word} is one process; use strategy=hogwild for more")
     if strategy.split is Split.DIMENSIONS:

@@ -15,7 +15,7 @@ from typing import Any
 
 from manyhands.data.row_files import Reading, RowFile
 from manyhands.engine.training import Keeping
-from manyhands.errors import UserError, format_bytes
+from manyhands.errors import UserError, check_count, format_bytes
 from manyhands.facts import Truth
 from manyhands.native.segment import available_bytes
 from manyhands.native.warming import prepare, spent_s
@@ -63,8 +63,7 @@ def train_logreg(
     directory, as `train_compiled` says. UserError for what makes no sense and for files that are wrong.
     """
     options, chosen = options or LogregOptions(), Strategy.parse(strategy)
-    if memory_bytes < 0:
-        raise UserError(f"memory_bytes={memory_bytes} must be at least 0")
+    check_count("memory_bytes", memory_bytes, 0)
     here = _learns_in_threads(chosen, workers, allow_overload=options.allow_overload)
     prepare("logreg")
     bars, began = bars or Bars(), time.monotonic() - spent_s()

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from manyhands.data.batches import BatchedDataset
-from manyhands.errors import UserError, num_of
+from manyhands.errors import UserError, check_count, num_of
 from manyhands.workloads.text.masking import IGNORED, Masking
 from manyhands.workloads.text.token_files import TokenFiles
 
@@ -95,8 +95,7 @@ class TokenWindows(BatchedDataset):
     """
 
     def __init__(self, files: TokenFiles, length: int, *, within_documents: bool = False) -> None:
-        if length < 1:
-            raise UserError(f"length is {length}; it must be at least 1")
+        check_count("length", length)
         self._length, self._windows = length, TokenRows(files, length + 1, length, within=within_documents)
 
     def __len__(self) -> int:

@@ -21,7 +21,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from manyhands.data.store.atomic import make_output, reason, require_empty, write_atomically
-from manyhands.errors import DataError, UserError, format_bytes, num_of
+from manyhands.errors import DataError, UserError, check_count, format_bytes, num_of
 from manyhands.native.closeable import Closeable
 from manyhands.workloads.text.documents import PIECE_BYTES, Documents, TextPiece
 from manyhands.workloads.text.token_files import (
@@ -114,8 +114,7 @@ def tokenize(
     """Write the tokens of `documents` to the folder `out`, for `TokenFiles` to read."""
     out = Path(out)
     for name, value in (("workers", workers), ("shard_bytes", shard_bytes)):
-        if value < 1:
-            raise UserError(f"{name} is {value}; it must be at least 1")
+        check_count(name, value)
     if not resume:
         require_empty(out)
     _check_memory("", workers, memory_bytes)

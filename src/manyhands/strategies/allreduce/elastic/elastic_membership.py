@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from manyhands.errors import UserError, num_of
+from manyhands.errors import UserError, check_count, num_of
 from manyhands.places.place import AddWorker, RemoveWorker
 from manyhands.strategies.common.membership import (
     Died,
@@ -179,8 +179,7 @@ class ElasticMembership(Membership):
     """The launcher's knowledge of the members, and its decisions about who takes part."""
 
     def __init__(self, workers: int, min_workers: int = 1) -> None:
-        if workers < 1:
-            raise UserError(f"workers={workers} must be at least 1")
+        check_count("workers", workers)
         if not 1 <= min_workers <= workers:
             raise UserError(
                 f"min_workers={min_workers} must be between 1 and the number of workers, {workers}"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
 from math import isqrt
 
-from manyhands.errors import UserError
+from manyhands.errors import check_count
 from manyhands.strategies.common.collectives.schedule import (
     Algorithm,
     How,
@@ -218,8 +218,7 @@ def hierarchical(rank: int, world: int, group_size: int | None = None) -> Table:
 @cache
 def grouped(group_size: int) -> Algorithm:
     """`hierarchical` in groups of `group_size` neighbouring ranks: as many as one host has."""
-    if group_size < 1:
-        raise UserError(f"group_size={group_size}: must be at least 1")
+    check_count("group_size", group_size)
     return _hierarchical_of(group_size)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum, unique
 
-from manyhands.errors import UserError
+from manyhands.errors import UserError, check_count
 
 
 @unique
@@ -40,8 +40,7 @@ class Grid:
 
     def __post_init__(self) -> None:
         for name in ("data", "stages", "slices"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)}: must be at least 1")
+            check_count(name, getattr(self, name))
 
     @property
     def workers(self) -> int:

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from manyhands.errors import UserError
+from manyhands.errors import UserError, check_count
 from manyhands.strategies.federated.client_updates import ClientUpdate
 
 RINGS: Final[dict[int, np.dtype[np.unsignedinteger]]] = {  # the k of 2ᵏ, and words that count modulo that
@@ -44,8 +44,7 @@ class FixedPoint:
             raise UserError(f"range={self.clip:g}: must be a number above 0")
         if not 2 <= self.bits <= 32:
             raise UserError(f"bits={self.bits}: must be an integer from 2 to 32")
-        if self.max_weight < 1:
-            raise UserError(f"max_weight={self.max_weight}: must be at least 1")
+        check_count("max_weight", self.max_weight)
         if self.ring not in RINGS:
             raise UserError(f"ring={self.ring}: must be 16, 32 or 64")
 
@@ -81,8 +80,7 @@ class FixedPoint:
             first = int(np.flatnonzero(~np.isfinite(values))[0])
             why = f"item {first} of the update is {values[first]}; only finite numbers can be summed"
             raise UserError(why)
-        if weight < 1:
-            raise UserError(f"weight={weight}: must be an integer of at least 1")
+        check_count("weight", weight)
         weight = min(weight, self.max_weight)
         whole = np.rint(np.clip(values, -self.clip, self.clip) / self.step).astype(np.int64)
         np.clip(whole, -self.most, self.most, out=whole)  # the division may round up by one
