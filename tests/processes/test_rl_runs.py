@@ -15,6 +15,8 @@ import manyhands as mh
 from acted import ActorKiller, in_sight
 from commands import run_command
 from manyhands.errors import DataError, UserError
+from manyhands.observe.analyse.follow import existing_run
+from manyhands.observe.draw.page import report
 from manyhands.strategies.ps.audit import audit_run
 from manyhands.workloads.rl.policy_gradients import PolicyGradient
 from manyhands.workloads.rl.rl_task import DEFAULTS, RLOptions, rl
@@ -128,6 +130,11 @@ def test_actors_keep_within_the_lag_and_learn() -> None:
     run = mh.fit(task, "single", workers=1, steps=240, options=QUIET)
     lags = {row["policy_lag"] for row in run.history if "policy_lag" in row}
     assert max(lags) <= 3
+    assert sum(row.get("frames", 0) for row in run.history) == 240 * 8 * 8
+    lags = [lag for row in run.history for lag, count in row.get("lags", {}).items() for _ in range(count)]
+    assert len(lags) == 240 * 2  # tickets
+    assert max(map(int, lags)) <= 3
+    assert sum(row.get("acted_s", 0) for row in run.history) > 0
     assert run.summary["final"]["return"] >= 0.75
 
 
@@ -187,9 +194,16 @@ def test_a_run_with_actors_is_audited_and_replayed_to_the_same_bytes(
     assert verdict(run.path) == ("complete", (), ())
     found = audit_run_tickets(run.path)
     assert found is not None
-    assert sum(log.batches for log in found.logs) == 20 * (1 if strategy == "single" else 2) / (
-        1 + ("ps" in strategy)
-    )
+    batches = sum(log.batches for log in found.logs) // (2 if strategy == "mirrored" else 1)
+    assert batches == 20 or (
+        strategy.startswith("ps") and batches == 21
+    )  # where both took odd numbers of steps
+    acting = existing_run(run.path).poll().acting
+    assert acting is not None
+    assert acting.frames == batches * 8 * 8
+    assert acting.lags
+    assert acting.replaced <= 5
+    assert "Policy lag: mean " in report(existing_run(run.path).poll())
     again = mh.replay(run.path, acted(algorithm=ppo))
     assert again.same_bytes
     assert torch.equal(weights(again.model), weights(run.model))
@@ -275,7 +289,8 @@ def test_the_commands_audit_and_replay_a_run_with_actors(
     capsys.readouterr()
     assert run_command(monkeypatch, "audit", run) == 0
     _, numbers, last = capsys.readouterr().out.splitlines()
-    assert numbers.split()[:6] == ["0", "to", "3", "1", "12", "24"]
+    assert numbers.split()[:5] == ["0", "to", "3", "1", "12"]
+    assert int(numbers.split()[5]) >= 24  # tickets: actors are ahead
     assert last == "tickets of actors · complete"
     assert run_command(monkeypatch, "replay", run) == 0
     said = capsys.readouterr().out

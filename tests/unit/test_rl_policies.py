@@ -184,12 +184,25 @@ class Fixed(nn.Module):
             lambda n: (torch.zeros(n, 2), torch.full((n,), float("nan"))),
             "its values are not all finite; check its initial weights",
         ),
+        (
+            lambda n: (torch.full((n, 2), -torch.inf), torch.zeros(n)),
+            "its scores are not all finite; check its initial weights",
+        ),
     ],
 )
 def test_a_policy_that_does_not_fit(outputs: object, sentence: str) -> None:
     with pytest.raises(UserError) as caught:
         check_policy(Fixed(outputs), spec_of((4,), torch.float32), 2)
     assert str(caught.value) == f"policy: for observations of shape (3, 4) and type float32 {sentence}"
+
+
+def test_an_action_may_be_impossible() -> None:
+    """Its score is minus infinity; it is never drawn, whatever the number."""
+    scores = torch.tensor([[-torch.inf, 0.0]]).expand(3, 2)
+    check_policy(Fixed((scores, torch.zeros(3))), spec_of((4,), torch.float32), 2)
+    actions, log_probs = choose(scores, torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64))
+    assert actions.tolist() == [1, 1, 1]
+    assert log_probs.tolist() == [0, 0, 0]
 
 
 def test_a_policy_that_fails_says_how() -> None:

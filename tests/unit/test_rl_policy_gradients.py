@@ -300,3 +300,39 @@ def test_settings_that_make_no_sense(make: Callable[[], object], sentence: str) 
 
 def test_only_a2c_needs_rollouts_of_the_newest_weights() -> None:
     assert [name for name, one in ALGORITHMS.items() if not one.corrects_lag] == ["a2c"]
+
+
+class Masked(nn.Module):
+    """The first action can be chosen only where the first number is above 0."""
+
+    def __init__(self, policy: nn.Module) -> None:
+        super().__init__()
+        self.policy = policy
+
+    def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
+        scores, values = self.policy(observations)
+        first = torch.arange(ACTIONS) == 0
+        return scores.masked_fill(first & (observations[:, :1] <= 0), -torch.inf), values
+
+
+@pytest.mark.parametrize("algorithm", [A2C, Impala, PPO])
+def test_the_entropy_is_of_the_actions_that_can_be_chosen(algorithm: type[PolicyGradient]) -> None:
+    policy = Masked(policy_of(1))
+    rollouts = rollouts_of(policy_of(2))
+    masked = rollouts.observations[:, :-1, 0] <= 0
+    rollouts = rollouts._replace(actions=torch.where(masked, rollouts.actions.clamp(min=1), rollouts.actions))
+    costs = [algorithm(entropy_cost=cost) for cost in (1.0, 0.0)]
+    if algorithm is PPO:
+        costs = [PPO(entropy_cost=cost, minibatches=1) for cost in (1.0, 0.0)]
+    found = learned(costs[0], policy, rollouts) - learned(costs[1], policy, rollouts)
+
+    entropy = torch.zeros((), dtype=torch.float64)
+    for rollout, row in itertools.product(range(B), range(T)):
+        if rollouts.valid[rollout, row]:
+            scores, _ = policy.policy(rollouts.observations[rollout, row][None])
+            entropy = (
+                entropy
+                + torch.distributions.Categorical(logits=scores[0, int(masked[rollout, row]) :]).entropy()
+            )
+    expected = torch.autograd.grad(-entropy / (B * T), list(policy.parameters()), materialize_grads=True)
+    close(found, torch.cat([one.flatten() for one in expected]))

@@ -28,8 +28,8 @@ class ExperienceCollector(ABC):
         """The worker's part of batch `step`, from acting with `model`; the same again where it is asked for again."""
 
     @abstractmethod
-    def facts(self) -> Mapping[str, float]:
-        """What the history tells of the last batch besides its loss."""
+    def facts(self) -> Mapping[str, Any]:
+        """What the history tells of the last batch besides its loss, once."""
 
     def notices(self) -> Sequence[str]:
         """Sentences for the user, each given once."""
@@ -109,7 +109,7 @@ class ExperienceShares(BatchShares):
             self._acting[self._process] = environments, collector
         return collector.collect(self._model(), step)
 
-    def facts(self) -> Mapping[str, float]:
+    def facts(self) -> Mapping[str, Any]:
         found = self._acting.get(self._process)
         return found[1].facts() if found is not None else {}
 

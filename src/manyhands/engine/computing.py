@@ -207,7 +207,7 @@ class Computer:
         if isinstance(self._shares, ExperienceShares):
             self._shares.act_as(process, rank)
 
-    def collected(self) -> Mapping[str, float]:
+    def collected(self) -> Mapping[str, Any]:
         """What the last batch tells besides its loss, where it was made by acting."""
         return self._shares.facts() if isinstance(self._shares, ExperienceShares) else {}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -10,49 +9,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from manyhands.observe.analyse.acting_history import ActingHistory
+from manyhands.observe.analyse.thinned import MAX_POINTS, ThinnedCurve
 from manyhands.observe.analyse.view import Curve
 from manyhands.observe.record.checked_values import final_loss, last_row, logged_values, number, text, whole
 from manyhands.observe.record.events import Records
 
-MAX_POINTS = 400  # of a curve as it is shown
-
 _FIRST_BIN_NS = 250_000_000
 _PARTS = 1_000_000  # per sample
 _MAX_METRICS = 100
-
-
-class ThinnedCurve:
-    """A curve of bounded size: keeps all points, then every second, every fourth and so on, and always the newest."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._points: list[tuple[float, float, float]] = []
-        self._newest: tuple[float, float, float] | None = None
-        self._seen = 0
-        self._stride = 1
-
-    def add(self, step: float, seconds: float, value: float) -> None:
-        """Add one point; a value that is not finite is left out."""
-        if not math.isfinite(value):
-            return
-        self._newest = (step, seconds, value)
-        if self._seen % self._stride == 0:
-            self._points.append(self._newest)
-            if len(self._points) >= MAX_POINTS:
-                self._points = self._points[::2]
-                self._stride *= 2
-        self._seen += 1
-
-    def curve(self, later_s: float = 0.0) -> Curve:
-        points = list(self._points)
-        if self._newest is not None and points[-1] is not self._newest:
-            points.append(self._newest)
-        return Curve(
-            name=self.name,
-            steps=tuple(step for step, _, _ in points),
-            seconds=tuple(seconds + later_s for _, seconds, _ in points),
-            values=tuple(value for _, _, value in points),
-        )
 
 
 class RateCurve:
@@ -156,6 +121,7 @@ class HistoryCurves:
         self._loss = ThinnedCurve("loss")
         self._metrics: dict[str, ThinnedCurve] = {}
         self._logged: dict[str, ThinnedCurve] = {}
+        self.acting = ActingHistory()
         self._before_s = 0.0  # seconds taken by earlier parts of a resumed run
         self._last_s = 0.0
         self.best: tuple[str, float, int] | None = None
@@ -176,6 +142,7 @@ class HistoryCurves:
         if loss is not None:
             self._last = last_row((self._last, row), "loss") or row
             self._loss.add(step, self._before_s + at_s, float(loss))
+            self.acting.add(row, self._before_s + at_s)
             for name, value in logged_values(row).items():
                 self._logged.setdefault(name, ThinnedCurve(name)).add(step, self._before_s + at_s, value)
         if metrics is not None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from manyhands.observe.analyse.curves import ThinnedCurve
+from manyhands.observe.analyse.thinned import ThinnedCurve
 from manyhands.observe.analyse.view import Happening, PartiesView, PartyView
 from manyhands.observe.record.checked_values import number, text, whole
 

@@ -223,6 +223,7 @@ class Gather:
             traffic=self._traffic_views(),
             epoch=self._members.epoch,
             parties=self._parties.view(summary) if self._parties else None,
+            acting=self.history.acting.view(self.training_began_s),
             model=model_view(summary),
             happenings=self._happenings(),
             warnings=self._warnings(snapshot, servers, now_ns, phase, held),

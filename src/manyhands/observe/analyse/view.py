@@ -166,6 +166,22 @@ class ModelView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ActingView:
+    """What environments and actors did in a run of reinforcement learning."""
+
+    frames: int  # steps of environments
+    episodes: int
+    frames_per_s: float  # since training began
+    updates_per_s: float
+    returns: Curve | None  # mean of the last 100 episodes; its steps are frames
+    lags: Mapping[int, int]  # rollouts of actors by policy lag; empty where the workers act
+    learner_waited: float  # the share of the time that worker 0 waited for its actors
+    actors_waited: float  # the share of their time that actors waited for newer weights
+    dropped: int  # rollouts, with actors that were lost
+    replaced: int  # actors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
     """A run at one moment."""
 
@@ -196,6 +212,7 @@ class RunView:
     warnings: tuple[str, ...]  # current warnings, one sentence each; empty where all is well
     notes: tuple[str, ...]  # what is missing from this view
     parties: PartiesView | None = None  # the parties of a federated run; None for other runs
+    acting: ActingView | None = None  # of reinforcement learning
     model: ModelView | None = None  # of a model of tables whose run has ended
     notices: tuple[str, ...] = ()
     """Sentences of a run that has ended besides its figures: its guarantees, and why it ended."""

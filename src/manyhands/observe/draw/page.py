@@ -24,6 +24,7 @@ SECTIONS: Final[dict[str, str]] = {
     "wrong": "run_sections:wrong",
     "loss": "run_sections:loss",
     "metrics": "run_sections:metrics",
+    "acting": "acting_section:acting",
     "optimizer": "run_sections:optimizer",
     "model": "run_sections:model",
     "throughput": "run_sections:throughput",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -47,6 +48,8 @@ class ActedExperience(Experience):
     actors: int = 0  # of all workers together
     lag: int = 0
     inference: str = "actor"
+    timeout_s: float = 60.0  # that a step of all environments of an actor may take
+    replacements: int = 10  # of each actor
     recorded: Path | None = None  # the directory of the run, for the log of actors' tickets
     replayed: Path | None = None  # that of a run whose actors' tickets are acted again
 
@@ -101,6 +104,7 @@ class _Rollouts(ExperienceCollector):
         self._run_seed, self._first = seed, 0  # the step of the run where this began
         self._step, self._updates = -1, 0  # asked for last; served so far
         self._prepared: Any = None
+        self._is_new = False  # and no row has told of it
         self._threads = ExitStack()
         self._threads.enter_context(
             with_threads(asked.spec.threads)
@@ -119,7 +123,21 @@ class _Rollouts(ExperienceCollector):
             if device.type != "cpu":
                 rollouts = Rollouts(*(one.to(device) for one in rollouts))
             self._prepared = algorithm.prepare(model, rollouts)
+            self._is_new = True
         return algorithm.part(self._prepared, update, mix(self._seed, batch))
+
+    def facts(self) -> Mapping[str, Any]:
+        if not self._is_new:
+            return {}
+        self._is_new = False
+        asked = self._asked
+        ended, more = self._batch_facts()
+        frames = asked.environments * asked.spec.length  # of all workers that share the batch
+        return {"frames": frames, **more, **_facts_of(ended)}
+
+    @abstractmethod
+    def _batch_facts(self) -> tuple[list[Episode], Mapping[str, Any]]:
+        """Episodes that ended in the batch, and other facts of it."""
 
     def _begins_anew(self, step: int) -> bool:  # noqa: ARG002
         """Whether the run that is replayed was resumed at this step."""
@@ -155,9 +173,9 @@ class _OfWorker(_Rollouts):
         self._ended += self._actor.act(model, self._rollouts, batch)
         return self._rollouts
 
-    def facts(self) -> Mapping[str, float]:
+    def _batch_facts(self) -> tuple[list[Episode], Mapping[str, Any]]:
         ended, self._ended = self._ended, []
-        return _facts_of(ended)
+        return ended, {}
 
     def close(self) -> None:
         super().close()
@@ -170,6 +188,8 @@ class _OfActors(_Rollouts):
     _actors: Actors | None = None
     _lag = 0  # of the last batch: how many batches its oldest weights were behind
     _noticed = 0  # replacements
+    _sums: Mapping[str, float]  # of what the history was told, since the actors began
+    _lags: Counter[int]
     _is_unrecorded = False  # and the user knows
 
     def __init__(self, asked: ActedExperience, environments: range, seed: int) -> None:
@@ -213,20 +233,28 @@ class _OfActors(_Rollouts):
             rollouts_per_update=asked.actors,
             lag=asked.lag,
             central=asked.inference == "central",
+            timeout_s=asked.timeout_s,
+            replacements=asked.replacements,
             first_step=self._first,
             steps_each=asked.algorithm.updates,
         )
         record = log_of(asked.recorded, self._numbers) if asked.recorded is not None else None
         replayed = self._starts[self._first] if self._starts is not None else None
-        self._noticed = 0
+        self._noticed, self._sums, self._lags = 0, dict[str, float](), Counter[int]()
         return Actors(job, settings, model.state_dict(), record=record, replayed=replayed).__enter__()
 
-    def facts(self) -> Mapping[str, float]:
-        if self._actors is None:
-            return {}
-        ended, self._actors.episodes = self._actors.episodes, []
-        dropped = self._actors.facts().dropped
-        return {"policy_lag": self._lag, **({"dropped": dropped} if dropped else {}), **_facts_of(ended)}
+    def _batch_facts(self) -> tuple[list[Episode], Mapping[str, Any]]:
+        assert self._actors is not None, "a batch has come from them"
+        facts = self._actors.facts()
+        sums = {name: getattr(facts, name) for name in ("dropped", *_SECONDS)} | {
+            "replaced": len(facts.replaced)
+        }
+        since = {name: round(value - self._sums.get(name, 0), 6) for name, value in sums.items()}
+        lags = facts.lags - self._lags
+        self._sums, self._lags = sums, facts.lags.copy()
+        counts = {name: value for name, value in since.items() if value or name in _SECONDS}
+        by_lag = {str(lag): count for lag, count in sorted(lags.items())}
+        return self._actors.episodes, {"policy_lag": self._lag, "lags": by_lag, **counts}
 
     def notices(self) -> Sequence[str]:
         if self._actors is None:
@@ -243,6 +271,9 @@ class _OfActors(_Rollouts):
         super().close()
         if self._actors is not None:
             self._actors.close()
+
+
+_SECONDS = ("learner_waited_s", "actors_waited_s", "acted_s")
 
 
 def _facts_of(ended: list[Episode]) -> Mapping[str, float]:

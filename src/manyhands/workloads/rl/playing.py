@@ -13,7 +13,7 @@ from torch import nn
 from manyhands.errors import UserError
 from manyhands.workloads.rl.environments import Source, open_environments
 from manyhands.workloads.rl.episodes import Episode
-from manyhands.workloads.rl.policies import choose
+from manyhands.workloads.rl.policies import choose, scorer
 from manyhands.workloads.rl.stepping import Array, Environments
 
 __all__ = ["film", "play"]
@@ -101,8 +101,9 @@ def _steps(
     policy.eval()
     try:
         observations = environments.reset(seeds)
+        scores_of = scorer(policy)
         for _ in range(most_steps):
-            scores, _ = policy(torch.from_numpy(observations).to(device))
+            scores = scores_of(torch.from_numpy(observations).to(device))
             if greedy:
                 actions = scores.argmax(1)
             else:

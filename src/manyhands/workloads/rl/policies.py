@@ -175,5 +175,6 @@ def check_policy(policy: nn.Module, spec: RolloutSpec, actions: int) -> None:
             raise UserError(
                 f"{given} its {name} are of type {str(output.dtype)[6:]}; they must be of a floating type"
             )
-        if not output.isfinite().all():
+        known = output if name == "values" else output.where(~output.isneginf(), 0)  # that cannot be chosen
+        if not (known.isfinite().all() and (name == "values" or output.isfinite().any(1).all())):
             raise UserError(f"{given} its {name} are not all finite; check its initial weights")

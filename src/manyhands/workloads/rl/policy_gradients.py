@@ -206,5 +206,8 @@ def _judge(policy: nn.Module, observations: Tensor, actions: Tensor, precision: 
     values = values.to(precision).unflatten(0, (rollouts, count))
     every_log_prob = scores.to(precision).unflatten(0, (rollouts, count))[:, :rows].log_softmax(2)
     log_probs = every_log_prob.gather(2, actions.unsqueeze(2)).squeeze(2)
-    entropies = -(every_log_prob.exp() * every_log_prob).sum(2)
+    lowest = torch.finfo(
+        precision
+    ).min  # in place of minus infinity, of an action that cannot be chosen: 0 · it is 0
+    entropies = -(every_log_prob.exp() * every_log_prob.clamp(min=lowest)).sum(2)
     return _Judged(log_probs, entropies, values[:, :rows], values[:, -1].detach())

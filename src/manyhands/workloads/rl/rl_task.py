@@ -42,6 +42,8 @@ def task(
     actors: int = 0,
     lag: int | None = None,
     inference: str = "actor",
+    timeout_s: float = 60.0,
+    replacements: int = 10,
     episodes: int = 20,
     name: str = "rl",
 ) -> Task:
@@ -51,8 +53,9 @@ def task(
     name of a gymnasium environment, a function that makes one, or a function (count) that makes a vector of them. With
     `actors`, processes of their own act while the workers learn, with weights of at most `lag` batches before; by
     default 1 where the algorithm corrects for it, else 0. With `inference="central"` they only step environments, and a
-    thread of each worker chooses the actions, on its device. In `decay` steps the learning rate falls in a line to a
-    twentieth, where it stays; with 0 it does not fall. `episodes` are played after every evaluation, always with the
+    thread of each worker chooses the actions, on its device. An actor whose environments take no step for `timeout_s`
+    is replaced, each up to so many times. In `decay` steps the learning rate falls in a line to a twentieth, where it
+    stays; with 0 it does not fall. `episodes` are played after every evaluation, always with the
     best action; their mean return is its metric.
     """
     for field, value in (("environments", environments), ("length", length), ("episodes", episodes)):
@@ -74,6 +77,8 @@ def task(
             actors=actors,
             lag=int(actors > 0 and algorithm.corrects_lag) if lag is None else lag,
             inference=inference,
+            timeout_s=timeout_s,
+            replacements=replacements,
         ),
         batch_size=environments,
         records_each=length / algorithm.updates,  # steps of environments
@@ -177,6 +182,8 @@ class RLOptions:
         None, "batches that the weights of actors may be behind", at_least=0, shown="1, or 0 for a2c"
     )
     inference: str = option("actor", "who computes the actions of actors", choices=INFERENCES)
+    step_timeout_s: float = option(60.0, "seconds that a step of an actor's environments may take", above=0)
+    replacements: int = option(10, "how often each actor may be replaced", at_least=0)
     learning_rate: float = option(1e-3, "learning rate of Adam", above=0)
     decay: int = option(
         4000, "steps in which the learning rate falls to a twentieth; 0: it stays", at_least=0
@@ -208,6 +215,8 @@ def rl(options: RLOptions | None = None) -> Task:
         actors=options.actors,
         lag=options.lag,
         inference=options.inference,
+        timeout_s=options.step_timeout_s,
+        replacements=options.replacements,
         episodes=options.episodes,
     )
 

@@ -42,6 +42,7 @@ class StepComputed(NamedTuple):
     loss: float
     share: float  # the part's share of the batch
     seconds: float
+    facts: Mapping[str, Any] | None = None  # where the batch was made by acting
 
 
 class StepSkipped(NamedTuple):
@@ -184,4 +185,5 @@ class LossBook:
             "loss": sum(one.loss * one.share for one in ordered),
             "seconds": max(one.seconds for one in ordered),
             "at_s": at_s,
+            **(ordered[0].facts or {}),
         }

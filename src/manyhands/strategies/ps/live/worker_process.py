@@ -375,9 +375,10 @@ class SlotSession:
         book.at_ns = begun
         book.compute(computed)
         book.end(computed, done.samples, done.loss)
+        took_s, facts = (computed - begin) / 1e9, body.computer.collected() or None
         reports.REPORTS.send(
             self._context,
-            reports.StepComputed(*work[1:], done.loss, done.share, (computed - begin) / 1e9)
+            reports.StepComputed(*work[1:], done.loss, done.share, took_s, facts)
             if bad is None
             else reports.StepSkipped(clock=work.clock, sentence=bad),
         )
