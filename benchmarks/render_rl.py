@@ -1,8 +1,9 @@
-"""The tables of `rl_speed.py` in the documents."""
+"""The tables of `rl_speed.py` and `rl_learning.py` in the documents."""
 
 from __future__ import annotations
 
 from statistics import median
+from typing import Any
 
 from results_read import RESULTS, load, markdown, show_ratio
 
@@ -59,3 +60,21 @@ def rl_inference() -> str:
         about = [result["observations"], device, str(result["cores"])]
         rows.append([*about, *shown, show_ratio(central / own)])
     return markdown(rows)
+
+
+def rl_returns() -> str:
+    result = load("rl-learning")
+    rows = [["", "", "frames", "seeds", "return", "95 % interval", "least", "seconds"]]
+    for env in ("CartPole-v1", "Acrobot-v1"):
+        for name, one in result.get(env, {}).items():
+            if not name.startswith("lag"):
+                rows.append([env, name, f"{one['frames']:,}", str(one["seeds"]), *_reached(one)])
+                rows[-1].append(f"{one['seconds']:.0f}")
+    machine = result["machine"]
+    about = f"**{machine['cores']} cores ({machine['processor']}), torch {machine['torch']}**"
+    return f"{about}\n\n{markdown(rows)}"
+
+
+def _reached(one: dict[str, Any]) -> list[str]:
+    interval = f"{one['low']:.1f} to {one['high']:.1f}"
+    return [f"{one['interquartile_mean']:.1f}", interval, f"{one['least']:.1f}"]
