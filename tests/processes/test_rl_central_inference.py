@@ -61,7 +61,7 @@ def double_job(environments: int) -> ActorJob:
 
 def settings(**given: float) -> ActorSettings:
     return ActorSettings(
-        **{"actors": 3, "environments": 3, "rollouts_per_update": 3, "central": True, **given}  # type: ignore[arg-type]
+        **{"actors": 3, "environments": 3, "rollouts_per_update": 3, "central": True, "groups": 2, **given}  # type: ignore[arg-type]
     )
 
 
@@ -120,10 +120,10 @@ def test_a_run_learns_on_a_gpu_what_it_learns_on_the_cpu(algorithm: PolicyGradie
     assert torch.allclose(on_cpu, walked(algorithm, "cuda", environments=6, **given), rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("actors", [1, 3])
-def test_each_row_is_of_the_version_that_is_stamped_on_it(actors: int) -> None:
+@pytest.mark.parametrize(("actors", "groups"), [(1, 2), (3, 2), (3, 1)])
+def test_each_row_is_of_the_version_that_is_stamped_on_it(actors: int, groups: int) -> None:
     given = states(40)
-    asked = settings(actors=actors, lag=2)
+    asked = settings(actors=actors, groups=groups, lag=2)
     acting = Actors(double_job(3 * actors), asked, given[0])
     runs = collected(acting, given)
     policies = []

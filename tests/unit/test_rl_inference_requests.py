@@ -16,20 +16,21 @@ SPINS = 1
 
 
 def made(rows: int = 3, actors: int = 2) -> ActionRequests:
-    given = request_tensors(SPEC, rows, actors)
+    groups = groups_of(rows, 2)
+    given = request_tensors(SPEC, groups, actors)
     room = [torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize + 8, np.uint8)) for shape, dtype in given]
     tensors = (
         one[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
         for one, (shape, dtype) in zip(room, given, strict=True)
     )
-    return ActionRequests(rows, actors, tensors)
+    return ActionRequests(groups, actors, tensors)
 
 
 @pytest.mark.parametrize(
     ("rows", "groups"), [(1, [range(1)]), (2, [range(1), range(1, 2)]), (5, [range(3), range(3, 5)])]
 )
 def test_an_actor_has_two_groups_where_it_has_two_environments(rows: int, groups: list[range]) -> None:
-    assert groups_of(rows) == groups
+    assert groups_of(rows, 2) == groups
 
 
 def test_open_requests_are_found_in_one_order_until_they_are_closed() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from manyhands.errors import Desync, UserError
 from manyhands.native.closeable import Closeable
 from manyhands.native.segment import CACHE_LINE, Segment, round_up
-from manyhands.workloads.rl.inference_requests import ActionRequests, request_tensors
+from manyhands.workloads.rl.inference_requests import ActionRequests, groups_of, request_tensors
 from manyhands.workloads.rl.rollouts import Rollouts, RolloutSpec
 
 __all__ = ["ActorMemory", "ActorProgress", "MemoryPlan", "layout_of"]
@@ -49,7 +49,14 @@ class MemoryPlan:
     lag: int
     actors: int
     weights: _Layout  # none where inference is central
-    central: bool = False
+    groups: int = (
+        0  # of each actor's environments, that central inference answers one by one; 0: it is not central
+    )
+
+    @property
+    def without_policy(self) -> int:
+        """The actors that have no policy of their own."""
+        return self.actors if self.groups else 0
 
     @property
     def tensors(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -58,7 +65,7 @@ class MemoryPlan:
         weights = [(shape, dtype) for _, shape, dtype in self.weights]
         progress = ((len(ActorProgress.FIELDS),), torch.int64)
         numbers = ((self.lag + 1,), torch.int64)
-        requests = request_tensors(self.spec, self.rows, self.actors if self.central else 0)
+        requests = request_tensors(self.spec, groups_of(self.rows, self.groups), self.without_policy)
         versions = weights * (self.lag + 1) + [numbers]
         return batch * (self.lag + 1) + versions + [progress] * self.actors + requests
 
@@ -114,7 +121,7 @@ class ActorMemory(Closeable):
         self._weights = [{name: next(following) for name, *_ in plan.weights} for _ in range(plan.lag + 1)]
         self._numbers = next(following)
         self.progress = [ActorProgress(next(following)) for _ in range(plan.actors)]
-        self.requests = ActionRequests(plan.rows, plan.actors if plan.central else 0, following)
+        self.requests = ActionRequests(groups_of(plan.rows, plan.groups), plan.without_policy, following)
 
     def batch(self, update: int) -> Rollouts:
         return self._batches[update % len(self._batches)]

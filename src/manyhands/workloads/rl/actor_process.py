@@ -126,8 +126,8 @@ class _Acting:
         self._progress = self._memory.progress[number]
         rows = plan.rows
         self._keys = job.environments[number * rows : (number + 1) * rows]
-        self._groups = groups_of(rows) if plan.central else [range(rows)]
-        self._policy = None if plan.central else job.policy()
+        self._groups = groups_of(rows, plan.groups or 1)
+        self._policy = None if plan.groups else job.policy()
         self._version = -1
         self._environments: list[Environments] = []
         self._begin(incarnation)

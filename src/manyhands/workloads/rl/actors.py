@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from manyhands.data.store.atomic import WriteFailed
@@ -71,6 +72,7 @@ class ActorSettings:
     timeout_s: float = 60.0  # that one step of all environments of an actor may take
     replacements: int = 10  # of each actor, before the run ends
     central: bool = False  # a thread of this process chooses the actions, for all actors that wait for them
+    groups: int | None = None  # in which each actor's environments then are; None: two where that gains time
     first_step: int = 0  # of the run, where a start of it begins: for the log
     steps_each: int = 1  # of the run, by each batch: for the log
     owner: str = "the learner"
@@ -129,6 +131,7 @@ class Actors(Closeable):
             _require_same(replayed.header, header)
         self._replayed = replayed
         self._writer = TicketWriter(record, header) if record is not None else None
+        device = next(iter(state.values())).device
         self._plan = MemoryPlan(
             spec=job.spec,
             rows=settings.environments,
@@ -136,9 +139,9 @@ class Actors(Closeable):
             lag=settings.lag,
             actors=settings.actors,
             weights=() if settings.central else layout_of(state),
-            central=settings.central,
+            groups=_groups_of(settings, device),
         )
-        self._device = next(iter(state.values())).device
+        self._device = device
         self._inference: CentralInference | None = None
         self._tickets = Tickets(
             settings.actors,
@@ -456,6 +459,16 @@ class _Child:
         self.ended.close()
         self.process.close()
         return status
+
+
+def _groups_of(settings: ActorSettings, device: torch.device) -> int:
+    """One group steps while the other is answered, which takes twice the batches: it pays where cores would idle."""
+    if not settings.central:
+        return 0
+    if settings.groups is not None:
+        return settings.groups
+    idle = len(os.sched_getaffinity(0)) - settings.actors - 1  # without inference
+    return 2 if device.type != "cpu" or idle > 0 else 1
 
 
 def _header_of(job: ActorJob, settings: ActorSettings) -> TicketHeader:

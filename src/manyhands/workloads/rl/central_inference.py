@@ -122,7 +122,7 @@ class CentralInference(Closeable):
     def _answer(self, requests: Sequence[ActionRequest]) -> None:
         weights = self._newest()
         asked = [one.read() for one in requests]
-        parts, rows = [], 0
+        parts, answered, rows = [], list[ActionRequest](), 0
         for request, one in zip(requests, asked, strict=True):
             room, begin = self._room(one.ticket, request.rows), rows
             rows += len(request.rows)
@@ -145,6 +145,8 @@ class CentralInference(Closeable):
                     room.versions[:, one.row] = weights.version
                 if final_values is not None:
                     room.final_values[torch.from_numpy(one.places), one.row - 1] = final_values
+                answered.append(request)
+            for request in answered:  # at the end: whoever wakes up may take this core
                 request.close()
         self.batches += 1
         self.rows += rows

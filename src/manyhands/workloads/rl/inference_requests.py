@@ -1,7 +1,7 @@
 """What actors ask of central inference, in memory that they share with it: rows of rollouts that need actions.
 
-The environments of an actor are in two groups, so that those of one step while the other waits for its actions. Each
-group has a request, which names the row of a rollout where its observations are and where its actions are to be
+The environments of an actor may be in two groups, so that those of one step while the other waits for its actions.
+Each group has a request, which names the row of a rollout where its observations are and where its actions are to be
 written. Two words (see `native.waiting`) count what was asked and what was answered; where they differ it is open.
 
     | wakeup | end | asked, of each request | answered, of each request |      each on a cache line of its own
@@ -10,7 +10,7 @@ written. Two words (see `native.waiting`) count what was asked and what was answ
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,22 +28,20 @@ from manyhands.workloads.rl.stepping import Array
 
 __all__ = ["ActionRequest", "ActionRequests", "Asked", "groups_of", "request_tensors"]
 
-_MOST_GROUPS = 2
 _WORDS = 2  # before those of the requests
 _LOOK_NS = 1_000_000_000
 
 _Tensors = list[tuple[tuple[int, ...], torch.dtype]]
 
 
-def groups_of(rows: int) -> list[range]:
+def groups_of(rows: int, most: int) -> list[range]:
     """The environments of each group, of an actor that has so many."""
-    groups = min(_MOST_GROUPS, rows)
+    groups = min(most, rows)
     return [split(rows, group, groups) for group in range(groups)]
 
 
-def request_tensors(spec: RolloutSpec, rows: int, actors: int) -> _Tensors:
+def request_tensors(spec: RolloutSpec, groups: Sequence[range], actors: int) -> _Tensors:
     """Shape and type of each, in the order of `ActionRequests`: the words, then what each request has."""
-    groups = groups_of(rows)
     words = (((_WORDS + 2 * actors * len(groups)) * CACHE_LINE,), torch.uint8)
     return [words] + [one for group in groups for one in _tensors_of_one(spec, len(group))] * actors
 
@@ -123,10 +121,9 @@ class ActionRequest:
 class ActionRequests:
     """All requests: those of each actor, and in one order."""
 
-    def __init__(self, rows: int, actors: int, tensors: Iterator[Tensor]) -> None:
+    def __init__(self, groups: Sequence[range], actors: int, tensors: Iterator[Tensor]) -> None:
         self._lines = next(tensors)
         self._first = self._lines.data_ptr()
-        groups = groups_of(rows)
         count = actors * len(groups)
         self.of_actors: list[list[ActionRequest]] = []
         for actor in range(actors):
