@@ -39,7 +39,7 @@ from render_loading import loading_rates
 from render_models import codecs_speed, language_speed, offload, pipeline_speed, wavefronts
 from render_plan import auto_speed, link_errors, plan_errors
 from render_public import public_tables
-from render_rl import rl_inference, rl_learning, rl_returns, rl_simulation
+from render_rl import rl_inference, rl_kills, rl_learning, rl_returns, rl_simulation
 from render_startup import startup_times
 from render_text import curves, tokenizing_speed, tuning_scores
 from render_wire import local_steps, wire_time
@@ -395,6 +395,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "generating": generating_rates,
     "rl-simulation": rl_simulation,
     "rl-learning": rl_learning,
+    "rl-kills": rl_kills,
     "rl-inference": rl_inference,
     "rl-returns": rl_returns,
     "inference": inference_speed,

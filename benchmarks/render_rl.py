@@ -78,3 +78,24 @@ def rl_returns() -> str:
 def _reached(one: dict[str, Any]) -> list[str]:
     interval = f"{one['low']:.1f} to {one['high']:.1f}"
     return [f"{one['interquartile_mean']:.1f}", interval, f"{one['least']:.1f}"]
+
+
+def rl_kills() -> str:
+    rows = [
+        [
+            "",
+            "actors killed",
+            "learners killed",
+            "resumed",
+            "rollouts dropped",
+            "audit",
+            "return",
+            "undisturbed",
+        ]
+    ]
+    for found in load("rl-kills"):
+        killed = [str(found["killed"][who]) for who in ("actors", "learners")]
+        counts = [str(found[name]) for name in ("resumed", "dropped", "verdict")]
+        returns = [f"{found[name]:.0f}" for name in ("return", "return undisturbed")]
+        rows.append([f"`{found['strategy']}`", *killed, *counts, *returns])
+    return markdown(rows)
