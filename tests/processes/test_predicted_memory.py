@@ -97,7 +97,10 @@ def live(task: mh.Task, text: str, workers: int, folder: Path) -> float:
 
 
 def still_sent(strategy: Strategy, footprint: ModelFootprint) -> int:
-    """Bytes that stages of a pipeline may still hold: at each cut, a micro-batch's largest output of one layer."""
+    """Bytes that stages of a pipeline may still hold: at each cut, the output sent on and its gradient sent back.
+
+    Each is as large as a micro-batch's largest output of one layer, at the most.
+    """
     if not isinstance(strategy, Pipeline):
         return 0
     sizes, traced = list[int](), footprint.traced
@@ -108,7 +111,7 @@ def still_sent(strategy: Strategy, footprint: ModelFootprint) -> int:
             module.register_forward_hook(lambda _module, _given, output: sizes.append(output.nbytes))
     with preserved(), traced.tracing():
         traced.task.loss(model, traced.batch(footprint.batch_size // strategy.microbatches))
-    return (strategy.table().parts - 1) * max(sizes)
+    return 2 * (strategy.table().parts - 1) * max(sizes)
 
 
 @pytest.mark.filterwarnings("ignore:hogwild on a dense model")

@@ -439,7 +439,7 @@ def test_weights_are_not_compared_with_a_summary_of_another_kind(run: Path, odd:
 def test_a_recorded_strategy_of_another_kind_is_refused(tmp_path: Path, strategy: str, reported: str) -> None:
     record = RunRecord(torch="", cpu="", threads=1, strategy=strategy, workers=2, steps=9, seed=0, device="cpu",
                        autocast=False, layout="")  # fmt: skip
-    with RunDirectory.create(tmp_path / "run", _config() | {"task_options": {}}):
+    with RunDirectory.create(tmp_path / "run", _config() | {"task_options": {}, "strategy": "ps"}):
         write_record(tmp_path / "run", record)
     (tmp_path / "run" / "updates" / "shard-0.member-1.jsonl").write_text("")
     with at_most(100 << 20), pytest.raises(UserError, match=reported):

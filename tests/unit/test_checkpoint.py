@@ -362,8 +362,8 @@ def test_a_folder_that_can_not_be_made_is_a_sentence(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (lambda: CheckpointStore(Path("x"), keep=0), "keep is 0"),
-        (lambda: Snapshot(step=-1, model={}, optimizer={}), "step is -1"),
+        (lambda: CheckpointStore(Path("x"), keep=0), "keep=0 must be"),
+        (lambda: Snapshot(step=-1, model={}, optimizer={}), "step=-1 must be"),
         (lambda: Snapshot(step=1, model={"n": 3}, optimizer={}), r"model\['n'\] is a int"),  # type: ignore[dict-item]
     ],
 )

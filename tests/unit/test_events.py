@@ -509,5 +509,5 @@ def test_collector_wants_one_ring_for_each_worker(rings: dict[str, EventRing]) -
         Collector({"worker-1": rings["worker-1"]})
     with pytest.raises(UserError, match=r"rings=\[\] is not allowed"):
         Collector({})
-    with pytest.raises(UserError, match="max_bytes=-1 is not allowed"):
+    with pytest.raises(UserError, match="max_bytes=-1 must be an integer of at least 0"):
         Collector(rings, max_bytes=-1)

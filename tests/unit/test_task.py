@@ -142,9 +142,9 @@ def test_unknown_names_are_refused_with_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("digits", {"batch_size": 0}, "batch_size=0 must be an integer of at least 1"),
+        ("digits", {"batch_size": 0}, "batch_size is 0; it must be an integer of at least 1"),
         ("digits", {"batch_size": "64"}, "batch_size is '64'; it must be an integer"),
-        ("digits", {"batch_size": True}, "batch_size=True"),
+        ("digits", {"batch_size": True}, "batch_size is True"),
         ("digits", {"learning_rate": 0}, "learning_rate is 0.0; it must be a number above 0"),
         ("digits", {"learning_rate": math.nan}, "learning_rate is nan"),
         ("digits", {"width": 6}, "width is 6; it must be a multiple of 4"),

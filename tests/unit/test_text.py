@@ -154,5 +154,5 @@ def test_a_python_without_its_source_is_an_error_that_says_what_to_do(tmp_path: 
 
 
 def test_a_bound_of_nothing_is_refused() -> None:
-    with pytest.raises(UserError, match="max_bytes is 0"):
+    with pytest.raises(UserError, match="max_bytes=0 must be"):
         standard_library_text(0)

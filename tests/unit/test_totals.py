@@ -169,7 +169,7 @@ def test_unknown_role_is_refused_and_an_unknown_peer_is_nobody() -> None:
         totals.update(event(2, EventKind.COMPUTE, 1))
     totals.update(event(0, EventKind.WAIT, S, peer=5))
     assert (totals.worker(0).wait_s, totals.worker(0).wait_for_s) == (1.0, (0.0, 0.0))
-    with pytest.raises(UserError, match="workers=0 is not allowed"):
+    with pytest.raises(UserError, match="workers=0 must be an integer of at least 1"):
         Totals(0)
 
 

@@ -79,9 +79,9 @@ class ReplayStage:
         self.has_state = any(True for _ in built.model.buffers()) or isinstance(task.data, Experience)
         self._built, self._sparse, self._workers = built, task.sparse, record.workers
         self._held: dict[int, list[HeldRows]] = {}
-        self._acting = ExitStack()
 
     def __enter__(self) -> ReplayStage:
+        self._acting = ExitStack()
         if isinstance(self.computer.task.data, Experience):
             self._acting.enter_context(self.computer.loading_ahead())
         self.area = WorkerArea.create(self.layout)
