@@ -25,7 +25,10 @@ def check_clipping(task: AnyTask, strategy: Strategy) -> None:
     name = "clip_norm" if task.clip_norm is not None else "clip_value"
     what = f"{name}={getattr(task, name):g}"
     if strategy.facts.cannot_clip:
-        raise UserError(f"task.{what}: {strategy.facts.cannot_clip}; use another strategy, or leave it out")
+        raise UserError(
+            f"task.{what}: {strategy.facts.cannot_clip}; use another strategy, or leave it out (of `train rl` by "
+            "--clip-norm 0)"
+        )
     if task.sparse and strategy.facts.moves_rows:
         raise UserError(
             f"task.{what}: strategy {strategy} sends rows of task.sparse separately, so no worker has the complete "
