@@ -128,9 +128,8 @@ class Fleet:
         def awaited() -> bool:
             reports = [
                 (int(attempt), int(by))
-                for by, attempt in re.findall(
-                    r"^client (\d+) has reported to attempt (\d+)$", self.log, re.MULTILINE
-                )
+                # two processes may write their lines before either ends one
+                for by, attempt in re.findall(r"client (\d+) has reported to attempt (\d+)", self.log)
             ]
             last = max(reports)[0]
             came = {by for attempt, by in reports if attempt == last}

@@ -126,7 +126,8 @@ def test_a_peak_is_foretold_within_a_twentieth(name: str, workers: int, text: st
     said = sum(row.count * row.total for row in strategy.needs(footprint, workers) if row.who != "server")
     seen, held = live(task, text, workers, tmp_path), still_sent(strategy, footprint)
     print(f"{name} {workers} {text}: {said} said, {seen:.0f} seen, {100 * (said / seen - 1):+.1f} %")
-    assert 0.95 * seen - held <= said <= 1.05 * seen
+    # Which of them are there at the peak depends on which stage is ahead.
+    assert 0.95 * seen - held <= said <= 1.05 * seen + held / 2
 
 
 @pytest.mark.parametrize(
