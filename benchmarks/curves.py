@@ -1,28 +1,27 @@
-"""Loss over tokens on text: GPT-2 124M and BERT by `mh.fit`, beside a plain loop over the same batches.
+"""Loss over tokens on text: GPT-2 124M and BERT by `mh.fit`, beside plain loops over the same batches, on one GPU.
 
-    python benchmarks/curves.py --data FOLDER --only gpt --minutes 2 --json benchmarks/results/curves-gpt.json
-    python benchmarks/curves.py --data FOLDER --only bert --minutes 1.5 --json benchmarks/results/curves-bert.json
-    python benchmarks/curves.py --data FOLDER --tiny --device cpu
+    python benchmarks/curves.py --data FOLDER --work WORK --minutes 8 --json benchmarks/results/curves.json
+    python benchmarks/curves.py --data FOLDER --work WORK --tiny --device cpu
 
 FOLDER has wiki-50mb.txt.gz and tinyshakespeare_by_role.jsonl.gz of shared/data. Each model learns the 50 MB of
-Wikipedia; the end of the text is held out. Both loops begin with the same weights and take the same batches with the
-same optimizer, warm-up and decay, in bfloat16 and compiled on a GPU; the plain one is written by hand (`plain` below).
-`--minutes` are those of one loop at the rate that `--rates` expects. Then the BERT goes on with lines of Shakespeare,
-and learns who speaks a line, as `tuning.py` has it: beside logistic regression on the same lines. Where the package
-`tokenizers` is missing, the models read bytes, and the BERT is not tuned.
+Wikipedia, and BERT also the lines of Shakespeare that `tuning.py` does not hold out; the end of the text is held out.
+Both loops begin with the same weights and take the same batches with the same optimizer, warm-up and decay, in bfloat16
+and compiled on a GPU; the plain one is written by hand (`plain` below). All run at the same time, each in a process of
+its own: what is compared is loss against tokens, not speed. How long they are follows from `--minutes`; what has not
+ended by then is stopped, and what it has measured stays. WORK/base is the BERT, for `tuning.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import gzip
-import importlib.util
 import json
-import math
 import statistics
-import tempfile
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,7 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from language_work import CLIP, SEED, adamw
+import tuning
 from manyhands.data.randomness import seed_all
 from manyhands.data.reading import batch_shares
 from manyhands.engine.computing import Computer, TrainingPlan
@@ -40,52 +39,69 @@ from manyhands.engine.device import BatchCopies
 from manyhands.task import Task
 from manyhands.workloads.language.huggingface import write_checkpoint
 from manyhands.workloads.tasks import build
-from manyhands.workloads.text.documents import Documents
 from manyhands.workloads.text.token_files import TokenFiles
-from manyhands.workloads.text.tokenizing import TokenizerChoice, tokenize
-from results_read import load
+from manyhands.workloads.text.tokenizing import TokenizerChoice
 
 TEXT, ROLES = "wiki-50mb.txt.gz", "tinyshakespeare_by_role.jsonl.gz"
 POINTS = 12  # of a curve
 HELD_OUT = 1 << 18  # tokens
 WORDS = 2048  # of a document: the text is one line
+SEED, CLIP = 1, 1.0
+LOOPS = ("mh.fit", "plain")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """How one model is trained."""
 
-    name: str
-    sizes: dict[str, Any]
+    model: str
+    sizes: Mapping[str, Any]
     length: int
     batch: int
-    microbatches: int
-    rate: float  # tokens per second that are expected
+    steps_a_minute: float  # of the measurement, which several loops share
     peak: float  # of the learning rate
-    tokenizer: str
-    vocabulary: int
+    warm_up: float  # share of the steps
+    betas: tuple[float, float]
+    weight_decay: float
+    tokens: str  # the folder
+    loops: Sequence[str] = LOOPS
 
     def steps(self, minutes: float) -> int:
-        return max(2 * POINTS, int(minutes * 60 * self.rate / (self.batch * self.length)))
+        return max(2 * POINTS, int(minutes * self.steps_a_minute))
 
 
+SMALL, BASE = {"context": 128, "layers": 6, "width": 512, "heads": 8}, {"preset": "bert-base", "context": 128}
+BERT = Plan(
+    model="bert", sizes=SMALL, length=128, batch=128, steps_a_minute=355,
+    peak=1e-3, warm_up=0.1, betas=(0.9, 0.98), weight_decay=0.01, tokens="bert",
+)  # fmt: skip
 PLANS = {
     "gpt": Plan(
-        name="gpt", sizes={"preset": "gpt2", "context": 1024}, length=1024, batch=96, microbatches=2, rate=450e3,
-        peak=6e-4, tokenizer="bpe", vocabulary=16384,
+        model="gpt", sizes={"preset": "gpt2", "context": 1024}, length=1024, batch=32, steps_a_minute=155,
+        peak=6e-4, warm_up=0.05, betas=(0.9, 0.95), weight_decay=0.1, tokens="gpt",
     ),
-    "bert": Plan(
-        name="bert", sizes={"preset": "bert-base", "context": 128}, length=128, batch=512, microbatches=1, rate=600e3,
-        peak=3e-4, tokenizer="wordpiece", vocabulary=16384,
+    "bert": BERT,
+    "bert-base": replace(BERT, sizes=BASE, steps_a_minute=180, peak=2e-4, warm_up=0.2, loops=("mh.fit",)),
+}  # fmt: skip
+TRIED = {  # which settings let BERT learn, for `--only`
+    "6 layers, 1e-3": replace(BERT, steps_a_minute=500, loops=("mh.fit",)),
+    "6 layers, 5e-4": replace(BERT, steps_a_minute=500, peak=5e-4, loops=("mh.fit",)),
+    "12 layers, 3e-4": replace(
+        BERT, sizes=BASE, steps_a_minute=450, peak=3e-4, warm_up=0.05, betas=(0.9, 0.95), weight_decay=0.1,
+        loops=("mh.fit",),
     ),
+    "12 layers, 2e-4": replace(BERT, sizes=BASE, steps_a_minute=450, peak=2e-4, loops=("mh.fit",)),
 }  # fmt: skip
 TINY = {
     "sizes": {"preset": "tiny", "context": 32},
     "length": 32,
     "batch": 8,
-    "rate": 1.0,
+    "steps_a_minute": 30,
     "peak": 1e-3,
-    "vocabulary": 1024,
+}
+CHOICES = {
+    "gpt": TokenizerChoice(train="bpe", vocabulary=16384),
+    "bert": TokenizerChoice(train="wordpiece", vocabulary=16384),
 }
 
 
@@ -96,33 +112,29 @@ def text_of(folder: Path, letters: int | None) -> list[str]:
     return [" ".join(words[begin : begin + WORDS]) for begin in range(0, len(words), WORDS)]
 
 
-def tokens_of(texts: list[str], choice: TokenizerChoice, folder: Path, name: str) -> Path:
-    source, out = folder / f"{name}.jsonl", folder / name
-    source.write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    tokenize(Documents(paths=[source]), choice, out, workers=2)
-    return out
+def prepare(asked: argparse.Namespace) -> None:
+    """The folders of tokens; Shakespeare comes first, so that what is held out is of Wikipedia for both models."""
+    letters = 400_000 if asked.tiny else None
+    text = text_of(asked.data, letters)
+    lines = tuning.lines_of_roles(asked.data / ROLES)
+    spoken = ["\n".join(told) for told in tuning.not_held_out(lines, asked.work).values()]
+    texts = {"gpt": text, "bert": spoken + text}
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda name: tuning.tokens_of(texts[name], CHOICES[name], asked.work, name), texts))
 
 
-def scheduled(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
-    """Warm-up over a twentieth of the steps, then a cosine to a tenth."""
-    warm = max(1, steps // 20)
-
-    def factor(step: int) -> float:
-        if step < warm:
-            return (step + 1) / warm
-        return 0.55 + 0.45 * math.cos(math.pi * min(1.0, (step - warm) / max(1, steps - warm)))
-
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-
-
-def task_of(plan: Plan, steps: int, **source: Any) -> Task:
-    held_out = min(HELD_OUT, 64 * plan.length) if plan.rate == 1 else HELD_OUT
-    task = build(plan.name, **plan.sizes, batch_size=plan.batch, evaluation_bytes=held_out, **source)
+def task_of(plan: Plan, steps: int, work: Path) -> Task:
+    task = build(
+        plan.model,
+        data=work / plan.tokens,
+        **plan.sizes,
+        batch_size=plan.batch,
+        evaluation_bytes=min(HELD_OUT, 2048 * plan.length),
+    )
     return replace(
         task,
-        optimizer=partial(adamw, lr=plan.peak),
-        scheduler=partial(scheduled, steps=steps),
-        microbatches=plan.microbatches,
+        optimizer=partial(torch.optim.AdamW, lr=plan.peak, betas=plan.betas, weight_decay=plan.weight_decay),
+        scheduler=partial(tuning.scheduled, steps=steps, warm_up=plan.warm_up),
         clip_norm=CLIP,
         metrics={},  # each would be another forward over what is held out
     )
@@ -132,72 +144,72 @@ def every(steps: int) -> int:
     return max(1, steps // POINTS)
 
 
-def ours(task: Task, steps: int, device: str, tokens: int) -> tuple[list[dict[str, Any]], nn.Module]:
-    options = mh.Options(
-        autocast=device != "cpu", progress="none", evaluate_every=every(steps), checkpoint_every=10**9
-    )
-    run = mh.fit(task, "single", steps=steps, seed=SEED, device=device, options=options)
+Say = Callable[[dict[str, Any]], None]  # hears each point of a curve
+
+
+def by_fit(task: Task, steps: int, device: str, say: Say) -> nn.Module:
     losses: list[float] = []
-    points = []
-    for row in run.history:
-        if "loss" in row:
-            losses.append(row["loss"])
-        if "metrics" in row:
-            at = {"tokens": row["step"] * tokens, "seconds": row["at_s"]}
-            points.append(
-                {**at, "loss": statistics.fmean(losses), "held_out": row["metrics"]["evaluation_loss"]}
-            )
-            losses = []
-    return points, run.model
+
+    def hear(rows: Sequence[Mapping[str, Any]]) -> None:
+        for row in rows:
+            if "loss" in row:
+                losses.append(row["loss"])
+            if "metrics" in row:
+                held_out = row["metrics"]["evaluation_loss"]
+                at = {"step": row["step"], "seconds": row["at_s"]}
+                say({**at, "loss": statistics.fmean(losses), "held_out": held_out})
+                losses.clear()
+
+    options = mh.Options(
+        autocast=device != "cpu",
+        progress="none",
+        evaluate_every=every(steps),
+        checkpoint_every=10**9,
+        on_rows=hear,
+    )
+    return mh.fit(task, "single", steps=steps, seed=SEED, device=device, options=options).model
 
 
-def plain(task: Task, steps: int, device: str, tokens: int) -> list[dict[str, Any]]:
+def plain(task: Task, steps: int, device: str, say: Say) -> nn.Module:
     """Forward, backward, clipping and step by hand, over the batches that a run has."""
     on_gpu = device != "cpu"
     seed_all(SEED)
     model = task.model().to(device)
-    optimizer = adamw(model.parameters(), lr=task.optimizer.keywords["lr"], fused=on_gpu)  # type: ignore[attr-defined]
+    settings = task.optimizer.keywords  # type: ignore[attr-defined]
+    optimizer = torch.optim.AdamW(model.parameters(), **settings, fused=on_gpu)
     assert task.scheduler is not None
     schedule = task.scheduler(optimizer)
     of_batch = partial(task.loss, model)
     if on_gpu:
         of_batch = torch.compile(of_batch)
-    pieces, total, points = _pieces(task, steps, device), torch.zeros((), device=device), []
-    begun, since = time.perf_counter(), 0
-    for step in range(1, steps + 1):
-        for _ in range(task.microbatches):
-            batch, weight = next(pieces)
-            with _autocast(device):
-                loss = of_batch(batch)
-            (loss * weight).backward()
-            total += loss.detach() * weight
+    total, since, begun = torch.zeros((), device=device), 0, time.perf_counter()
+    for step, batch in enumerate(_batches(task, steps, device), 1):
+        with _autocast(device):
+            loss = of_batch(batch)
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         schedule.step()
+        total += loss.detach()
         since += 1
         if step % every(steps) == 0 or step == steps:
-            found = {
-                "tokens": step * tokens,
-                "loss": float(total) / since,
-                "held_out": _held_out(task, model, device),
-            }
-            points.append({**found, "seconds": time.perf_counter() - begun})
+            held_out = _held_out(task, model, device)
+            at = {"step": step, "seconds": time.perf_counter() - begun}
+            say({**at, "loss": float(total) / since, "held_out": held_out})
             total, since = torch.zeros((), device=device), 0
-    return points
+    return model
 
 
-def _pieces(task: Task, steps: int, device: str) -> Iterator[tuple[Any, float]]:
-    """The micro-batches of a run with their weights, each copied while the one before it is computed."""
-    shares = batch_shares(
-        task.data, task.collate, task.batch_size, task.microbatches, None, SEED, streams=False
-    )
+def _batches(task: Task, steps: int, device: str) -> Iterator[Any]:
+    """The batches of a run, each copied while the one before it is computed."""
+    shares = batch_shares(task.data, task.collate, task.batch_size, 1, None, SEED, streams=False)
     copied, ahead = BatchCopies(torch.device(device)), None
     for step in range(steps):
-        for piece in shares.share(step, 0, 1).pieces:
-            now, ahead = ahead, (copied(piece.fetch()), piece.weight)
-            if now is not None:
-                yield now
+        (piece,) = shares.share(step, 0, 1).pieces
+        now, ahead = ahead, copied(piece.fetch())
+        if now is not None:
+            yield now
     assert ahead is not None
     yield ahead
 
@@ -218,102 +230,91 @@ def _autocast(device: str) -> torch.autocast:
     return torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=device != "cpu")
 
 
-def curve(plan: Plan, folder: Path, asked: argparse.Namespace) -> tuple[dict[str, Any], nn.Module]:
-    """Both curves of one model; the one of `mh.fit` is returned."""
-    choice = TokenizerChoice(train=plan.tokenizer, vocabulary=plan.vocabulary)
-    if importlib.util.find_spec("tokenizers"):
-        source: dict[str, Any] = {
-            "data": tokens_of(text_of(asked.data, asked.letters), choice, folder, plan.name)
-        }
-    else:
-        print("the package tokenizers is missing: the text is read byte by byte")
-        source = {"path": asked.data / TEXT}
+def one_loop(name: str, loop: str, asked: argparse.Namespace) -> None:
+    """What a process does: one curve, which it writes point by point, and the BERT that `mh.fit` has trained."""
+    plan = plans(asked)[name]
     steps = plan.steps(asked.minutes)
-    task, tokens = task_of(plan, steps, **source), plan.batch * plan.length
-    print(
-        f"{plan.name}: {len(task.data):,} rows of {plan.length} tokens, {steps} steps of {tokens:,}",
-        flush=True,
-    )
-    by_fit, model = ours(task, steps, asked.device, tokens)
-    print(plan.name, "mh.fit", by_fit[-1], flush=True)
-    by_hand = plain(task, steps, asked.device, tokens)
-    print(plan.name, "plain ", by_hand[-1], flush=True)
-    found = {
-        "parameters": sum(one.numel() for one in model.parameters()),
+    task = task_of(plan, steps, asked.work)
+    found: dict[str, Any] = {
         "rows": len(task.data),
         "steps": steps,
-        "tokens_of_a_step": tokens,
-        "tokenizer": plan.tokenizer if "data" in source else "bytes",
-        "curves": {"mh.fit": by_fit, "plain": by_hand},
-        "largest_difference": max(
-            abs(one["held_out"] / other["held_out"] - 1) for one, other in zip(by_fit, by_hand, strict=True)
-        ),
+        "tokens_of_a_step": plan.batch * plan.length,
+        "settings": {
+            key: getattr(plan, key) for key in ("sizes", "peak", "warm_up", "betas", "weight_decay")
+        },
+        "points": [],
     }
-    return found, model
+
+    def say(point: dict[str, Any]) -> None:
+        found["points"].append({"tokens": point["step"] * plan.batch * plan.length, **point})
+        print(name, loop, found["points"][-1], flush=True)
+        write(_part(asked.work, name, loop), found)
+
+    model = (by_fit if loop == "mh.fit" else plain)(task, steps, asked.device, say)
+    found["parameters"] = sum(one.numel() for one in model.parameters())
+    write(_part(asked.work, name, loop), found)
+    if (name, loop) == ("bert", "mh.fit"):
+        write_checkpoint(
+            model.float().cpu(), asked.work / "base.part", TokenFiles(asked.work / "bert").tokenizer
+        )
+        (asked.work / "base.part").rename(asked.work / "base")
 
 
-def tuned(model: nn.Module, folder: Path, asked: argparse.Namespace) -> list[dict[str, Any]]:
-    """Who speaks a line: by the BERT as it is, by one that has gone on with other lines, and by logistic regression."""
-    import tuning
-
-    with gzip.open(asked.data / ROLES, "rt") as file:
-        lines = {one["client"]: one["text"] for one in map(json.loads, file)}
-    table = tuning.write_table(folder, lines)
-    apart = {row.text for row in table.split(tuning.SHARE)[1]}
-    tokenizer = TokenFiles(folder / "bert").tokenizer
-    write_checkpoint(model.float().cpu(), folder / "base", tokenizer)
-    texts = [line for told in lines.values() for line in told if line not in apart]
-    choice = TokenizerChoice(path=folder / "base" / "tokenizer.json")
-    data = tokens_of(texts, choice, folder, "lines")
-    steps = 20 if asked.tiny else asked.line_steps
-    plan = replace(PLANS["bert"], batch=8 if asked.tiny else 128, peak=1e-4, sizes={"init": folder / "base"})
-    task = task_of(plan, steps, data=data, length=32 if asked.tiny else 128)
-    _, more = ours(task, steps, asked.device, 1)
-    write_checkpoint(more.float().cpu(), folder / "more", tokenizer)
-    rows = []
-    rates = (5e-5,) if asked.tiny else (2e-5, 5e-5)
-    for name, base in (("BERT, Wikipedia", "base"), ("BERT, Wikipedia, then lines", "more")):
-        for rate in rates:
-            runs = [_classified(table, folder / base, rate, seed, asked) for seed in tuning.SEEDS]
-            shown = {key: statistics.fmean(run[key] for run in runs) for key in runs[0]}
-            rows.append({"model": name, "learning_rate": rate, **shown})
-            print(rows[-1], flush=True)
-    if importlib.util.find_spec("sklearn"):
-        rows.append({"model": "logistic regression, TF-IDF", **tuning.by_regression(table)})
-        rows.append({"model": "the most frequent role", **tuning.by_frequency(table)})
-    else:  # these draw nothing, and the lines are the same
-        rows += load("tuning")["rows"][-2:]
-    return rows
+def _part(work: Path, name: str, loop: str) -> Path:
+    return work / f"{name}-{loop}.json"
 
 
-def _classified(
-    table: Any, base: Path, rate: float, seed: int, asked: argparse.Namespace
-) -> dict[str, float]:
-    epochs, batch = (1, 32) if asked.tiny else (asked.epochs, 32)
-    task = build(
-        "bert",
-        task="classification",
-        data=table.path,
-        evaluation_share=0.2,
-        batch_size=batch,
-        init=base,
-        dropout=0.1,
-    )
-    steps = epochs * -(-len(task.data["labels"]) // batch)
-    task = replace(
-        task,
-        optimizer=partial(torch.optim.AdamW, lr=rate, weight_decay=0.01),
-        scheduler=partial(scheduled, steps=steps),
-        clip_norm=CLIP,
-    )
-    options = mh.Options(autocast=asked.device != "cpu", compile=False, progress="none")
-    begun = time.perf_counter()
-    run = mh.fit(task, "single", steps=steps, seed=seed, device=asked.device, options=options)
-    final = run.summary["final"]
-    return {
-        **{name: final[name] for name in ("accuracy", "macro_f1")},
-        "seconds": time.perf_counter() - begun,
-    }
+def collected(asked: argparse.Namespace) -> dict[str, Any]:
+    """What all processes have measured so far."""
+    gpu = torch.cuda.get_device_name() if asked.device != "cpu" else "CPU"
+    result: dict[str, Any] = {"device": gpu, "torch": torch.__version__, "models": {}}
+    for name, plan in plans(asked).items():
+        parts = {loop: _part(asked.work, name, loop) for loop in plan.loops}
+        found = {loop: json.loads(path.read_text()) for loop, path in parts.items() if path.is_file()}
+        if found:
+            about = {key: value for one in found.values() for key, value in one.items() if key != "points"}
+            result["models"][name] = {
+                **about,
+                "curves": {loop: one["points"] for loop, one in found.items()},
+            }
+    return result
+
+
+def plans(asked: argparse.Namespace) -> dict[str, Plan]:
+    """Those that are asked for."""
+    found = {name: plan for name, plan in (PLANS | TRIED).items() if name in asked.only}
+    return {name: replace(plan, **TINY) if asked.tiny else plan for name, plan in found.items()}
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(result, indent=1) + "\n")
+    part.replace(path)
+
+
+def supervise(asked: argparse.Namespace) -> None:
+    """Start all loops, those without a peer once `WORK/base` is there; collect until all have ended, or the time."""
+    ends = time.monotonic() + 60 * asked.minutes
+    prepare(asked)
+    chosen = plans(asked)
+    waiting = [(name, loop) for name, plan in chosen.items() for loop in plan.loops]
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        while (waiting or any(one.poll() is None for one in running)) and time.monotonic() < ends:
+            for name, loop in list(waiting):
+                if len(chosen[name].loops) > 1 or "bert" not in chosen or (asked.work / "base").is_dir():
+                    running.append(subprocess.Popen([sys.executable, *sys.argv, "--one", name, loop]))
+                    waiting.remove((name, loop))
+            time.sleep(1)
+            if asked.json is not None:
+                write(asked.json, collected(asked))
+    finally:
+        for one in running:
+            one.terminate()
+        for one in running:
+            one.wait()
+    if failed := [one.args for one in running if one.returncode > 0]:
+        raise SystemExit(f"these failed: {failed}")
 
 
 def main() -> None:
@@ -321,13 +322,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", type=Path, required=True, help="a folder with the two files of shared/data")
-    parser.add_argument("--minutes", type=float, default=2.0, help="of one loop of one model, about")
-    parser.add_argument("--only", choices=tuple(PLANS))
-    parser.add_argument(
-        "--rates", type=float, nargs=2, help="tokens per second that gpt and bert are expected to learn"
-    )
-    parser.add_argument("--line-steps", type=int, default=400, help="of the BERT with lines of Shakespeare")
-    parser.add_argument("--epochs", type=int, default=12, help="of learning who speaks a line")
+    parser.add_argument("--work", type=Path, required=True, help="a new folder for tokens and the BERT")
+    parser.add_argument("--minutes", type=float, default=8.5, help="when what has not ended is stopped")
+    parser.add_argument("--only", nargs="+", choices=(*PLANS, *TRIED), default=tuple(PLANS))
+    parser.add_argument("--one", nargs=2, metavar=("MODEL", "LOOP"), help=argparse.SUPPRESS)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="sizes to try this with")
     parser.add_argument("--json", type=Path)
@@ -337,30 +335,11 @@ def main() -> None:
             parser.error(
                 f"--data {asked.data} has no {name}; give the folder shared/data, or a copy of its two files"
             )
-    asked.letters = 400_000 if asked.tiny else None
-    plans = {name: replace(plan, **TINY) if asked.tiny else plan for name, plan in PLANS.items()}
-    if asked.rates:
-        plans = {
-            name: replace(one, rate=rate)
-            for (name, one), rate in zip(plans.items(), asked.rates, strict=True)
-        }
-    gpu = torch.cuda.get_device_name() if asked.device != "cpu" else "CPU"
-    result: dict[str, Any] = {"device": gpu, "torch": torch.__version__, "models": {}, "tuned": []}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for model, plan in plans.items():
-            if asked.only in (None, model):
-                result["models"][model], trained = curve(plan, folder, asked)
-                _write(asked.json, result)  # what is measured stays, whatever comes
-                if model == "bert" and result["models"][model]["tokenizer"] != "bytes":
-                    result["tuned"] = tuned(trained, folder, asked)
-                    _write(asked.json, result)
-                del trained
-
-
-def _write(path: Path | None, result: dict[str, Any]) -> None:
-    if path is not None:
-        path.write_text(json.dumps(result, indent=1) + "\n")
+    asked.work.mkdir(parents=True, exist_ok=True)
+    if asked.one is not None:
+        one_loop(*asked.one, asked)
+    else:
+        supervise(asked)
 
 
 if __name__ == "__main__":

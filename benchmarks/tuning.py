@@ -1,11 +1,17 @@
-"""Who speaks a line of Shakespeare: a small BERT, pre-trained or not, beside scikit-learn's logistic regression.
+"""Who speaks a line of Shakespeare: a BERT that was trained here, beside scikit-learn's logistic regression.
 
-    python benchmarks/tuning.py [--steps 600] [--epochs 5] [--json benchmarks/results/tuning.json]
+    python benchmarks/tuning.py --data FOLDER --work WORK --json benchmarks/results/tuning.json
+    python benchmarks/tuning.py --data FOLDER --work WORK --tiny --device cpu
 
-Lines of the ten roles that have most; a fifth is held out by a hash of each line, the same for all. The BERT is trained
-here: masked word pieces of all lines that are not held out, of every role, then the roles. Beside it are one that
-begins from nothing, one that learns adapters (LoRA) alone, logistic regression on TF-IDF of words, with its penalty
-chosen by cross-validation on the lines to learn from, and the role that is most frequent. Seconds are those of fitting.
+FOLDER is shared/data; WORK is that of `curves.py`, whose BERT in WORK/base this awaits. Two tasks, stated before either
+was measured: the speeches of the ten roles that have most, and the same speeches line by line. A fifth of the rows is
+held out by a hash of each text, the same for all models; nothing that is held out is read in any training.
+
+The BERT goes on with what all roles say that is not held out, by masked tokens alone or also by whether two spans
+follow one another, where each role's speeches are one document; then it learns the roles. From which of these it
+begins, the learning rate and the epoch are chosen by a fifth of the rows to learn from; then all of these are learned,
+with each of several seeds. Logistic regression is on TF-IDF of words, or of words, pairs of words and characters; its
+penalty is chosen by cross-validation on the rows to learn from. Seconds overlap: the models share one GPU.
 """
 
 from __future__ import annotations
@@ -14,15 +20,22 @@ import argparse
 import csv
 import gzip
 import json
-import os
+import math
+import multiprocessing
 import statistics
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
-from importlib.metadata import version
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
 import manyhands as mh
 from manyhands.workloads.language.huggingface import write_checkpoint
@@ -31,144 +44,391 @@ from manyhands.workloads.text.documents import Documents
 from manyhands.workloads.text.labeled_texts import LabeledTexts
 from manyhands.workloads.text.token_files import TokenFiles
 from manyhands.workloads.text.tokenizing import TokenizerChoice, tokenize
-from results_read import data_file
 
-ROLES, SHARE, SEEDS = 10, 0.2, (0, 1)
-SIZES = {"context": 48, "layers": 2, "width": 128, "heads": 4}
+ROLES, SHARE = 10, 0.2
+VALIDATED = SHARE + SHARE * (1 - SHARE)  # up to this position of the hash, the rows choose settings
+SEEDS = (0, 1, 2, 3, 4)
 
 
-def lines_of_roles() -> dict[str, list[str]]:
-    path = data_file("tinyshakespeare_by_role.jsonl.gz")
-    if path is None:
-        raise SystemExit("shared/data/tinyshakespeare_by_role.jsonl.gz is not beside the checkout")
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """What a row of a task is, and how long it is learned."""
+
+    name: str
+    epochs: int
+    batch: int
+    seeds: int  # of each setting that is tried
+
+
+UNITS = (
+    Unit(name="speech", epochs=20, batch=32, seeds=2),
+    Unit(name="verse", epochs=8, batch=64, seeds=1),
+)
+RATES = (1e-4, 3e-4)
+BASES = {"none": "Wikipedia, then Shakespeare", "next": "the same by pairs of spans"}  # by `sentences`
+LINE_STEPS = 600
+
+Lines = Mapping[str, Sequence[str]]
+
+
+def lines_of_roles(path: Path) -> dict[str, list[str]]:
     with gzip.open(path, "rt") as file:
         return {one["client"]: one["text"] for one in map(json.loads, file)}
 
 
-def write_table(folder: Path, lines: dict[str, list[str]]) -> LabeledTexts:
+def write_table(folder: Path, lines: Lines, unit: str) -> LabeledTexts:
     roles = sorted(lines, key=lambda role: (-len(lines[role]), role))[:ROLES]
-    table = LabeledTexts(path=folder / "lines.csv")
-    with table.path.open("w", newline="") as file:
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [(text, role) for role in roles for line in lines[role] for text in _texts_of(line, unit)]
+    return _written(folder / f"{unit}.csv", rows)
+
+
+def _texts_of(line: str, unit: str) -> list[str]:
+    return [line] if unit == "speech" else [one for one in line.split("\n") if one.strip()]
+
+
+def _written(path: Path, rows: Sequence[tuple[str, str]]) -> LabeledTexts:
+    with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["text", "label"])
-        writer.writerows((line, role) for role in roles for line in lines[role])
-    return table
+        writer.writerows(rows)
+    return LabeledTexts(path=path)
 
 
-def pretrained(folder: Path, lines: dict[str, list[str]], held_out: set[str], steps: int) -> dict[str, Any]:
-    """Masked word pieces of what is not held out; writes the checkpoint `base`."""
-    texts = [line for told in lines.values() for line in told if line not in held_out]
-    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in texts))
-    choice = TokenizerChoice(train="wordpiece", vocabulary=2048)
-    tokenize(Documents(paths=[folder / "text.jsonl"]), choice, folder / "tokens", workers=1)
-    task = build("bert", data=folder / "tokens", **SIZES, batch_size=32)
-    begin = time.perf_counter()
-    run = mh.fit(task, "mirrored", workers=2, steps=steps, seed=0)
-    seconds = time.perf_counter() - begin
-    write_checkpoint(run.model, folder / "base", TokenFiles(folder / "tokens").tokenizer)
-    return {"seconds": seconds, "steps": steps, **run.summary["final"]}
+def not_held_out(
+    lines: Lines, folder: Path, units: Sequence[str] = ("speech", "verse")
+) -> dict[str, list[str]]:
+    """What each role says without what `units` hold out."""
+    kept = {role: list(told) for role, told in lines.items()}
+    for unit in units:
+        held_out = {row.text for row in write_table(folder, lines, unit).split(SHARE)[1]}
+        for role, told in kept.items():
+            texts = ("\n".join(one for one in _texts_of(line, unit) if one not in held_out) for line in told)
+            kept[role] = [text for text in texts if text]
+    return kept
 
 
-def fitted(table: LabeledTexts, epochs: int, seed: int, **options: Any) -> dict[str, float]:
-    begin = time.perf_counter()
-    task = build(
-        "bert", task="classification", data=table.path, evaluation_share=SHARE, batch_size=32, **options
+def tokens_of(texts: Sequence[str], choice: TokenizerChoice, folder: Path, name: str) -> Path:
+    source, out = folder / f"{name}.jsonl", folder / name
+    source.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    tokenize(Documents(paths=[source]), choice, out, workers=2)
+    return out
+
+
+def scheduled(
+    optimizer: torch.optim.Optimizer, steps: int, warm_up: float = 0.05
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """Warm-up over a share of the steps, then a cosine to a tenth."""
+    warm = max(1, int(steps * warm_up))
+
+    def factor(step: int) -> float:
+        if step < warm:
+            return (step + 1) / warm
+        return 0.55 + 0.45 * math.cos(math.pi * min(1.0, (step - warm) / max(1, steps - warm)))
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def gone_on(base: Path, data: Path, sentences: str, steps: int, device: str, out: Path) -> Path:
+    """Masked tokens of Shakespeare from the checkpoint `base`; writes another."""
+    sizes = {
+        "init": base,
+        "length": min(128, json.loads((base / "config.json").read_text())["max_position_embeddings"]),
+    }
+    task = build("bert", data=data, sentences=sentences, dropout=0.1, batch_size=64, **sizes)
+    task = _scheduled_task(task, 2e-4, steps)
+    options = mh.Options(
+        autocast=device != "cpu", compile=False, progress="none", evaluate_every=max(1, steps // 4)
     )
-    run = mh.fit(task, "mirrored", workers=2, epochs=epochs, seed=seed)
-    final = run.summary["final"]
-    return {name: final[name] for name in ("accuracy", "macro_f1")} | {"seconds": time.perf_counter() - begin}
+    run = mh.fit(replace(task, metrics={}), "single", steps=steps, seed=0, device=device, options=options)
+    found = [row["metrics"]["evaluation_loss"] for row in run.history if "metrics" in row]
+    print(out.name, "held-out loss", found, flush=True)
+    write_checkpoint(run.model.float().cpu(), out, TokenFiles(data).tokenizer)
+    return out
 
 
-def by_regression(table: LabeledTexts) -> dict[str, float]:
-    from sklearn.feature_extraction.text import TfidfVectorizer
-    from sklearn.linear_model import LogisticRegressionCV
+def _scheduled_task(task: mh.Task, rate: float, steps: int) -> mh.Task:
+    return replace(
+        task,
+        optimizer=partial(torch.optim.AdamW, lr=rate, weight_decay=0.01),
+        scheduler=partial(scheduled, steps=steps, warm_up=0.1),
+        clip_norm=1.0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """One run that learns the roles, up to an epoch of those that the learning rate's schedule is made for."""
+
+    table: Path
+    share: float
+    options: Mapping[str, Any]  # of the model
+    rate: float
+    seed: int
+    batch: int
+    epochs: int
+    until: int
+    device: str
+
+
+class Tuned(dict[str, Any]):
+    """Its scores, `accuracies` after each epoch, and `chances` of each label for each row that is held out."""
+
+
+def tuned(one: Tuning) -> Tuned:
+    torch.set_num_threads(1)
+    task = build(
+        "bert",
+        task="classification",
+        data=one.table,
+        evaluation_share=one.share,
+        batch_size=one.batch,
+        dropout=0.1,
+        **one.options,
+    )
+    of_epoch = -(-len(task.data["labels"]) // one.batch)
+    task = _scheduled_task(task, one.rate, one.epochs * of_epoch)
+    options = mh.Options(
+        autocast=one.device != "cpu",
+        compile=False,
+        progress="none",
+        evaluate_every=of_epoch,
+        checkpoint_every=10**9,
+    )
+    begun = time.perf_counter()
+    run = mh.fit(
+        task, "single", steps=one.until * of_epoch, seed=one.seed, device=one.device, options=options
+    )
+    seconds, model = time.perf_counter() - begun, run.model.float().cpu().eval()
+    with torch.no_grad():
+        parts = [model(rows).softmax(1) for rows in task.evaluation["tokens"].split(64)]
+    found = [row["metrics"]["accuracy"] for row in run.history if "metrics" in row]
+    return Tuned(
+        accuracy=run.summary["final"]["accuracy"],
+        macro_f1=run.summary["final"]["macro_f1"],
+        seconds=seconds,
+        accuracies=found,
+        chances=torch.cat(parts).numpy(),
+    )
+
+
+def scores(found: Sequence[str], own: Sequence[str]) -> dict[str, float]:
     from sklearn.metrics import accuracy_score, f1_score
-    from sklearn.pipeline import make_pipeline
+
+    return {"accuracy": accuracy_score(own, found), "macro_f1": f1_score(own, found, average="macro")}
+
+
+def by_regression(table: LabeledTexts) -> list[dict[str, Any]]:
+    """Logistic regression on words, and on words, pairs of them and characters."""
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.model_selection import GridSearchCV, StratifiedKFold
+    from sklearn.pipeline import make_pipeline, make_union
 
     learned, held_out = table.split(SHARE)
-    begin = time.perf_counter()
-    scale = TfidfVectorizer(sublinear_tf=True)
-    model = make_pipeline(
-        scale,
-        LogisticRegressionCV(
-            Cs=(1.0, 10.0),
-            l1_ratios=(0,),
-            cv=3,
-            max_iter=300,
-            scoring="accuracy",
-            use_legacy_attributes=False,
+    words = partial(TfidfVectorizer, sublinear_tf=True)
+    features = {
+        "words": words(),
+        "words, pairs and characters": make_union(
+            words(ngram_range=(1, 2)), words(analyzer="char_wb", ngram_range=(2, 5), min_df=2)
         ),
-    )
-    model.fit([row.text for row in learned], [row.label for row in learned])
-    seconds, found = time.perf_counter() - begin, model.predict([row.text for row in held_out])
-    own = [row.label for row in held_out]
-    return {
-        "accuracy": accuracy_score(own, found),
-        "macro_f1": f1_score(own, found, average="macro"),
-        "seconds": seconds,
     }
+    rows = []
+    for name, kind in features.items():
+        begin = time.perf_counter()
+        search = GridSearchCV(
+            make_pipeline(kind, LogisticRegression(max_iter=300)),
+            {"logisticregression__C": (1.0, 3.0, 10.0, 30.0, 100.0)},
+            cv=StratifiedKFold(3, shuffle=True, random_state=0),
+        )
+        search.fit([row.text for row in learned], [row.label for row in learned])
+        found = list(search.predict([row.text for row in held_out]))
+        rows.append(
+            {
+                "model": f"logistic regression: {name}",
+                **scores(found, [row.label for row in held_out]),
+                "seconds": time.perf_counter() - begin,
+                "validated": search.best_score_,
+                "penalty": search.best_params_,
+            }
+        )
+    return rows
 
 
-def by_frequency(table: LabeledTexts) -> dict[str, float]:
-    from sklearn.metrics import accuracy_score, f1_score
-
+def by_frequency(table: LabeledTexts) -> dict[str, Any]:
     learned, held_out = table.split(SHARE)
     ((most, _),) = Counter(row.label for row in learned).most_common(1)
-    own = [row.label for row in held_out]
-    return {
-        "accuracy": accuracy_score(own, [most] * len(own)),
-        "macro_f1": f1_score(own, [most] * len(own), average="macro"),
-        "seconds": 0.0,
-    }
+    found = scores([most] * len(held_out), [row.label for row in held_out])
+    return {"model": "the most frequent role", **found, "seconds": 0.0}
 
 
-def rows_of(table: LabeledTexts, base: Path, epochs: int) -> Iterator[dict[str, Any]]:
-    tokenizer = base / "tokenizer.json"
-    cases: dict[str, dict[str, Any]] = {
-        "BERT, pre-trained here": {"init": base},
-        "the same, LoRA of rank 8": {"init": base, "lora": 8, "learning_rate": 3e-3},
-        "BERT, from nothing": {"tokenizer": tokenizer, **SIZES},
+class Measured:
+    """One task: which settings are tried, which is chosen, and what is found with it."""
+
+    def __init__(
+        self, unit: Unit, table: LabeledTexts, bases: Mapping[str, Path], asked: argparse.Namespace
+    ) -> None:
+        self.unit, self.table, self.bases, self.asked = unit, table, bases, asked
+        learned, held_out = table.split(SHARE)
+        self.own = [row.label for row in held_out]
+        self.labels = sorted({row.label for row in learned})
+        self.learned = _written(
+            table.path.with_suffix(".learned.csv"), [(row.text, row.label) for row in learned]
+        )
+        self.result: dict[str, Any] = {
+            "learned": len(learned),
+            "held_out": len(held_out),
+            "tried": [],
+            "rows": [],
+        }
+
+    def tuning(self, path: Path, share: float, **settings: Any) -> Tuning:
+        epochs = 1 if self.asked.tiny else self.unit.epochs
+        common = {"batch": self.unit.batch, "epochs": epochs, "device": self.asked.device}
+        return Tuning(table=path, share=share, **{"until": epochs, **common, **settings})
+
+    def tries(self, pool: ProcessPoolExecutor) -> None:
+        """Start a run for each setting and seed, on the rows to learn from alone; and what is no BERT."""
+        settings = list(product(self.bases, RATES, range(self.unit.seeds)))
+        self._tries = [
+            (
+                (base, rate),
+                pool.submit(
+                    tuned,
+                    self.tuning(
+                        self.learned.path, VALIDATED, options={"init": self.bases[base]}, rate=rate, seed=seed
+                    ),
+                ),
+            )
+            for base, rate, seed in settings
+        ]
+        self._regression = pool.submit(by_regression, self.table)
+
+    def choose(self, pool: ProcessPoolExecutor) -> None:
+        """Take the setting and the epoch that are best for the rows which choose, and start the runs with them."""
+        runs: dict[tuple[str, float], list[list[float]]] = {}
+        for key, future in self._tries:
+            runs.setdefault(key, []).append(future.result()["accuracies"])
+        best: tuple[float, int, tuple[str, float]] | None = None
+        for key, found in runs.items():
+            means = np.mean(found, axis=0)
+            epoch = int(means.argmax()) + 1
+            self.result["tried"].append(
+                {"base": key[0], "rate": key[1], "epoch": epoch, "accuracy": float(means.max())}
+            )
+            if best is None or means.max() > best[0]:
+                best = float(means.max()), epoch, key
+        assert best is not None
+        self.result["chosen"] = {"base": best[2][0], "rate": best[2][1], "epoch": best[1]}
+        (base, rate), epoch = best[2], best[1]
+        init, tokenizer = self.bases[base], self.bases[base] / "tokenizer.json"
+        sizes = json.loads((init / "config.json").read_text())
+        names = {
+            "layers": "num_hidden_layers",
+            "width": "hidden_size",
+            "heads": "num_attention_heads",
+            "context": "max_position_embeddings",
+        }
+        cases: dict[str, tuple[Mapping[str, Any], float, int]] = {
+            f"BERT: {base}": ({"init": init}, rate, epoch),
+            "the same, LoRA of rank 8": ({"init": init, "lora": 8}, 3e-3, epoch),
+            "BERT from nothing": (
+                {"tokenizer": tokenizer, **{key: sizes[name] for key, name in names.items()}},
+                rate,
+                epoch,
+            ),
+        }
+        path = self.table.path
+        self._finals = {
+            name: [
+                pool.submit(
+                    tuned,
+                    self.tuning(path, SHARE, options=options, rate=by, seed=seed, until=until),
+                )
+                for seed in (SEEDS if number == 0 else SEEDS[:2])
+            ]
+            for number, (name, (options, by, until)) in enumerate(cases.items())
+        }
+
+    def finish(self) -> None:
+        rows = self.result["rows"]
+        for number, (name, futures) in enumerate(self._finals.items()):
+            runs = [future.result() for future in futures]
+            means = {
+                key: statistics.fmean(run[key] for run in runs) for key in ("accuracy", "macro_f1", "seconds")
+            }
+            rows.append({"model": name, **means, "accuracies": [run["accuracy"] for run in runs]})
+            if number == 0:
+                together: NDArray[Any] = np.mean([run["chances"] for run in runs], axis=0)
+                found = [self.labels[one] for one in together.argmax(1)]
+                about = f"the mean of these {len(runs)}"
+                rows.append(
+                    {"model": about, **scores(found, self.own), "seconds": means["seconds"] * len(runs)}
+                )
+        rows += self._regression.result()
+        rows.append(by_frequency(self.table))
+
+
+def bases_of(unit: str, lines: Lines, pool: ProcessPoolExecutor, asked: argparse.Namespace) -> dict[str, Any]:
+    """The checkpoints that a task may begin from; those that go on with Shakespeare are under way."""
+    base, folder = asked.work / "base", asked.work / unit
+    spoken = ["\n".join(told) for told in not_held_out(lines, folder, (unit,)).values() if told]
+    data = tokens_of(spoken, TokenizerChoice(path=base / "tokenizer.json"), folder, "lines")
+    steps = 4 if asked.tiny else LINE_STEPS
+    found: dict[str, Any] = {"Wikipedia": base}
+    for sentences, name in BASES.items():
+        found[name] = pool.submit(gone_on, base, data, sentences, steps, asked.device, folder / sentences)
+    return found
+
+
+def measured(asked: argparse.Namespace) -> None:
+    gpu = torch.cuda.get_device_name() if asked.device != "cpu" else "CPU"
+    result: dict[str, Any] = {
+        "device": gpu,
+        "torch": torch.__version__,
+        "roles": ROLES,
+        "seeds": len(SEEDS),
+        "units": {},
     }
-    for name, options in cases.items():
-        runs = [fitted(table, epochs, seed, **options) for seed in SEEDS]
-        medians = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-        spread = [min(run["accuracy"] for run in runs), max(run["accuracy"] for run in runs)]
-        yield {"model": name, **medians, "accuracies": spread}
-    yield {"model": "logistic regression, TF-IDF", **by_regression(table)}
-    yield {"model": "the most frequent role", **by_frequency(table)}
+    lines = lines_of_roles(asked.data / "tinyshakespeare_by_role.jsonl.gz")
+    until = time.monotonic() + 60 * asked.wait_minutes
+    while not (asked.work / "base").is_dir():
+        if time.monotonic() > until:
+            raise SystemExit(f"{asked.work / 'base'} is not there: curves.py has not written its BERT")
+        time.sleep(1)
+    spawning = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(asked.processes, mp_context=spawning) as pool:
+        under_way = {unit.name: bases_of(unit.name, lines, pool, asked) for unit in UNITS}
+        tasks = []
+        for unit in UNITS:
+            table = write_table(asked.work / unit.name, lines, unit.name)
+            bases = {
+                name: one.result() if isinstance(one, Future) else one
+                for name, one in under_way[unit.name].items()
+            }
+            tasks.append(Measured(unit, table, bases, asked))
+            tasks[-1].tries(pool)
+            result["units"][unit.name] = tasks[-1].result
+        for step in ("choose", "finish"):
+            for one in tasks:
+                one.choose(pool) if step == "choose" else one.finish()
+                print(one.unit.name, json.dumps(one.result), flush=True)
+                if asked.json is not None:
+                    asked.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--data", type=Path, required=True, help="a folder with the roles of shared/data")
+    parser.add_argument("--work", type=Path, required=True, help="the folder of curves.py")
+    parser.add_argument("--wait-minutes", type=float, default=8.0, help="for the BERT of curves.py")
+    parser.add_argument("--processes", type=int, default=6, help="that share the device")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="sizes to try this with")
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
-    lines = lines_of_roles()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        table = write_table(folder, lines)
-        learned, held_out = table.split(SHARE)
-        result: dict[str, Any] = {
-            "cores": len(os.sched_getaffinity(0)),
-            "torch": version("torch"),
-            "scikit_learn": version("scikit-learn"),
-            "roles": ROLES,
-            "learned": len(learned),
-            "held_out": len(held_out),
-            "epochs": asked.epochs,
-            "seeds": len(SEEDS),
-            "pretraining": pretrained(folder, lines, {row.text for row in held_out}, asked.steps),
-            "rows": [],
-        }
-        print(result, flush=True)
-        for row in rows_of(table, folder / "base", asked.epochs):
-            print(row, flush=True)
-            result["rows"].append(row)
-    if asked.json is not None:
-        asked.json.write_text(json.dumps(result, indent=1) + "\n")
+    measured(parser.parse_args())
 
 
 if __name__ == "__main__":
