@@ -60,13 +60,18 @@ def _sentence(result: dict[str, Any]) -> str:
         if way in regret
     ]
     return (
-        f"On {result['cores']} cores, {told['predictions']} predictions in {result['rounds']} rounds: the median error "
+        f"On {_cores(result)} cores, {told['predictions']} predictions in {result['rounds']} rounds: the median error "
         f"of a step's time is {_percent(error['median'])}, nine of ten are within {_percent(error['p90'])}; the ± that "
         f"was said held for {_percent(told['covered'])}. The null model, the time of `single` divided by the workers, "
         f"is wrong by {_percent(null['median'])} in the median.{apart}\n\n"
         f"Choices of one round, judged by the other rounds, in {_cases(told)}: of {told['choices']}, these are "
         f"within 5 % of the best plan that was seen: {'; '.join(ways)}.{_noise(told)}{_apart(held_out)}"
     )
+
+
+def _cores(result: dict[str, Any]) -> str:
+    cores, there = result["cores"], result.get("of_cores", result["cores"])
+    return str(cores) if cores == there else f"{cores} of {there}"
 
 
 def _cases(told: dict[str, Any]) -> str:
@@ -107,7 +112,10 @@ def _case_row(case: dict[str, Any], cores: int) -> list[str]:
 
     def chosen(way: str) -> str:
         names = dict.fromkeys(f"`{one['taken'][way]}`" for one in equal)
-        return f"{', '.join(names)} {_percent(max(one['regret'][way] for one in equal))}"
+        return f"{', '.join(names)} {worst(way)}"
+
+    def worst(way: str) -> str:
+        return _percent(max(one["regret"][way] for one in equal)) if equal else "–"
 
     return [
         f"{case['task']}, {case['workers']} on {cores}",
@@ -118,7 +126,7 @@ def _case_row(case: dict[str, Any], cores: int) -> list[str]:
         _percent(statistics.median(abs(row["null_error"]) for row in case["rows"])),
         chosen("predicted"),
         chosen("tried"),
-        _percent(max(one["regret"]["mirrored"] for one in equal)),
+        worst("mirrored"),
     ]
 
 
