@@ -15,7 +15,7 @@ says = 2>&1 | sed -u 's/^/$(1): /'
 # Hundreds of processes of the tests import the same sources: they are compiled once, whatever the caller's shell says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup run test test-processes test-units check layout layers types bench docs soak clean
+.PHONY: help setup run test test-processes test-units check layout layers types bench docs soak matrix release clean
 
 help:
 	@echo "make run    train digits on 2 workers (the main job, on data that comes with a dependency)"
@@ -24,6 +24,8 @@ help:
 	@echo "make bench  the benchmarks, side by side with peers; writes benchmarks/results/"
 	@echo "make docs   the documentation as a site, with search and the API reference, in build/site"
 	@echo "make soak   the long checks: kills, 300 live faults, long runs"
+	@echo "make matrix the tests of one process under every Python that is installed, with the lowest and the newest torch"
+	@echo "make release  the wheel, its SBOM and checksums in build/release; release/release.py says how to sign them"
 
 setup: $(READY)
 
@@ -38,8 +40,8 @@ run: setup
 check: layout layers types
 
 layout: setup
-	$(BIN)/ruff format --check src tests benchmarks docs examples
-	$(BIN)/ruff check src tests benchmarks docs examples
+	$(BIN)/ruff format --check src tests benchmarks docs examples release
+	$(BIN)/ruff check src tests benchmarks docs examples release
 
 layers: setup
 	$(GIVE_WAY) $(BIN)/lint-imports
@@ -88,6 +90,13 @@ bench: setup
 soak: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev,ray]'
 	$(BIN)/python -m pytest -m soak --timeout 1800
+
+matrix:
+	$(PYTHON) release/matrix.py --json build/matrix.json
+
+release: setup
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev,release]'
+	$(BIN)/python release/release.py build
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache

@@ -22,7 +22,7 @@ CONTENTS = {
     "Strategies": "allreduce central parameter-server hogwild local pipeline tensor codecs",
     "Federated learning": "federated federated-deployment",
     "Workloads and models": "text words regression svd gbdt reinforcement-learning after-training",
-    "Reference": "api benchmarks security dependencies",
+    "Reference": "api benchmarks never-run security dependencies",
     "Internals": (
         "architecture internals/extending internals/cluster internals/links internals/liveness internals/membership"
         " internals/events internals/public-tables"

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import warm
 from commands import run_command
@@ -143,6 +144,25 @@ def test_doctor_and_help_and_version(
     printed = capfd.readouterr().out
     assert "--context" in printed or "--layers" in printed
     assert run_command(monkeypatch, "version") == 0
+
+
+def test_doctor_proves_every_equal_strategy_on_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(monkeypatch, "doctor", "--prove", tmp_path / "proof.json") == 0
+    proofs = json.loads((tmp_path / "proof.json").read_text())["proofs"]
+    verdicts = {(proof["device"], proof["strategy"]): proof["verdict"] for proof in proofs}
+    for word in ("mirrored", "allreduce", "central", "sharded", "ps", "pipeline", "tensor"):
+        assert verdicts["cpu", word] == "proved", proofs
+        assert verdicts["cuda", word] == ("proved" if torch.cuda.device_count() > 1 else "skipped")
+    assert "proved  mirrored" in capfd.readouterr().out
+
+
+def test_doctor_needs_a_folder_for_its_proofs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(monkeypatch, "doctor", "--prove", tmp_path / "none/proof.json") == 2
+    assert "there is no folder" in capfd.readouterr().err
 
 
 def kept_steps(out: Path) -> list[int]:

@@ -12,8 +12,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from manyhands.cli.command_options import AllowOverload, argument, command_anywhere, from_options, option
-from manyhands.errors import UserError, nearest
+from manyhands.cli.command_options import (
+    AllowOverload,
+    argument,
+    check_writable,
+    command_anywhere,
+    from_options,
+    option,
+    write_json,
+)
+from manyhands.errors import UserError, nearest, num_of
 
 
 @dataclass(frozen=True)
@@ -137,10 +145,17 @@ def doctor_command(
     warm: Annotated[
         bool, typer.Option("--warm", help="Compile all kernels first, so that later runs start faster.")
     ] = False,
+    prove: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Also train by each strategy on what is here, and write what held to FILE."
+        ),
+    ] = None,
 ) -> None:
     from manyhands.native.warming import prepare
     from manyhands.places.doctor import DoctorVerdict, examine
 
+    check_writable(prove, "--prove")
     if warm:
         prepare("all")
     signs = {
@@ -155,3 +170,21 @@ def doctor_command(
     Console().print(table)
     if any(finding.verdict is DoctorVerdict.BAD for finding in findings):
         raise typer.Exit(1)
+    if prove is not None and not _prove(prove):
+        raise typer.Exit(1)
+
+
+def _prove(path: Path) -> bool:
+    """Whether no proof failed; shows each as it is done, and writes all to `path`."""
+    from manyhands.cli.runs import start_own_workers
+    from manyhands.lab.proof import EqualityProof, ProofVerdict, prove
+
+    def show(proof: EqualityProof) -> None:
+        asked = f"{proof.strategy}, {num_of(proof.workers, 'worker')} on {proof.device}"
+        print(f"{proof.verdict:>8}  {asked}: {proof.found}")
+
+    start_own_workers()
+    found = prove(show)
+    write_json(path, found)
+    print(f"written to {path}")
+    return all(proof["verdict"] != ProofVerdict.FAILED for proof in found["proofs"])
