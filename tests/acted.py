@@ -7,6 +7,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -123,8 +124,12 @@ class ActorKiller(mh.Callback):
         self.folder, self.every, self.kills, self.killed = folder, every, kills, 0
 
     def on_step(self, row: Any) -> None:
-        if row["step"] % self.every == 0 and self.killed < self.kills:
-            victim = max(self.folder.iterdir(), key=lambda path: (hash((path.name, self.killed)), path.name))
-            victim.unlink()
-            os.kill(int(victim.name), signal.SIGKILL)
-            self.killed += 1
+        if row["step"] % self.every or self.killed == self.kills:
+            return
+        names = sorted(path.name for path in self.folder.iterdir())
+        living = [name for name in names if Path(f"/proc/{name}").exists()]  # their learner may have died
+        for victim in sorted(living, key=lambda name: hash((name, self.killed)))[-1:]:
+            (self.folder / victim).unlink()
+            with suppress(ProcessLookupError):
+                os.kill(int(victim), signal.SIGKILL)
+                self.killed += 1
