@@ -1,7 +1,7 @@
 """Texts of 16 clients at once: ours beside transformers' `generate`, on the same machine, weights and prompts.
 
     python benchmarks/generating.py --json benchmarks/results/generating-2.json
-    python benchmarks/generating.py --device cuda --models gpt2 --longer 8 --json benchmarks/results/generating-gpu.json
+    python benchmarks/generating.py --device cuda --models gpt2 --longer 4 --json benchmarks/results/generating-gpu.json
 
 `served` is `manyhands serve` with one worker, asked over HTTP by 16 threads; `engine` is the same without HTTP, in this
 process; `batch` is one call of `generate` with 16 rows, padded at the left, until the longest text is
@@ -184,12 +184,7 @@ def main() -> None:
     parser.add_argument("--alone", type=int, default=2)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    rows = []
-    for preset in args.models.split(","):
-        for row in measured(preset, args):
-            rows.append(row)
-            shown = ", ".join(f"{name} {rate:,.0f}" for name, rate in row["tokens_per_s"].items())
-            print(f"{row['model']}, {row['case']}: tokens/s {shown}", flush=True)
+    rows: list[dict[str, Any]] = []
     result = {
         "cores": len(os.sched_getaffinity(0)),
         "machine": platform.machine() if args.device == "cpu" else torch.cuda.get_device_name(),
@@ -201,8 +196,13 @@ def main() -> None:
         "transformers": transformers.__version__,
         "rows": rows,
     }
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    for preset in args.models.split(","):
+        for row in measured(preset, args):
+            rows.append(row)
+            shown = ", ".join(f"{name} {rate:,.0f}" for name, rate in row["tokens_per_s"].items())
+            print(f"{row['model']}, {row['case']}: tokens/s {shown}", flush=True)
+            if args.json:
+                args.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,14 @@ from render_links import (
     tls_cost,
 )
 from render_loading import loading_rates
-from render_models import codecs_speed, language_speed, offload, pipeline_speed, wavefronts
+from render_models import (
+    codecs_speed,
+    language_speed,
+    offload,
+    pipeline_speed,
+    two_workers,
+    wavefronts,
+)
 from render_plan import auto_speed, link_errors, plan_errors
 from render_public import public_tables
 from render_rl import rl_inference, rl_kills, rl_learning, rl_returns, rl_simulation
@@ -431,6 +438,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "stragglers passing": stragglers("passing"),
     "tokenizing": tokenizing_speed,
     "tuning": tuning_scores,
+    "two workers": two_workers,
     "wavefronts": wavefronts,
     "wire time": wire_time,
     "allreduce schedules": allreduce_schedules,

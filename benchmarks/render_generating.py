@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from results_read import load, markdown, show_ratio
+from results_read import has, load, markdown, show_ratio
 
 _TITLES = {
     "served": "`manyhands serve`",
@@ -13,15 +13,20 @@ _TITLES = {
 
 
 def generating_rates() -> str:
+    """The tables of a CPU and, where it is measured, of a GPU."""
+    return "\n\n".join(_rates(name) for name in ("generating-2", "generating-gpu") if has(name))
+
+
+def _rates(name: str) -> str:
     """Tokens a second of each contender, and ours to the better of transformers'."""
-    result = load("generating-2")
+    result = load(name)
     rows = [["tokens/s", *_TITLES.values(), "served to batch"]]
     for row in result["rows"]:
         rates = row["tokens_per_s"]
-        cells = [f"{rates[name]:,.0f}" for name in _TITLES]
+        cells = [f"{rates[way]:,.0f}" for way in _TITLES]
         rows.append([f"{row['model']}, {row['case']}", *cells, show_ratio(rates["served"] / rates["batch"])])
-    about = (
-        f"**{result['cores']} cores ({result['machine']}), torch {result['torch']}, transformers "
-        f"{result['transformers']}**"
-    )
+    place = f"{result['cores']} cores ({result['machine']})"
+    if result["device"] != "cpu":
+        place = f"One {result['machine']}, {result['cores']} cores, bfloat16"
+    about = f"**{place}, torch {result['torch']}, transformers {result['transformers']}**"
     return f"{about}\n\n{markdown(rows)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from manyhands.errors import format_bytes
-from results_read import load, markdown
+from results_read import has, load, markdown
 
 
 def pipeline_speed() -> str:
@@ -128,3 +128,21 @@ def _language(name: str, found: dict[str, Any]) -> str:
         return text
     groups = ", ".join(f"{group} {share:.0%}" for group, share in trace["groups"].items() if share >= 0.01)
     return f"{text}\n\nThe GPU idles {trace['idle']:.1%} of the time; of its work: {groups}."
+
+
+def two_workers() -> str:
+    """What two workers on one GPU, and on the cores of a host, wait for the exchange of a GPT's gradients."""
+    names = [name for name in ("two-workers-gpu", "two-workers-16") if has(name)]
+    head = ["two workers on", "one worker", "two", "two, no exchange", "the exchange alone", "of it hidden"]
+    rows = [[*head, "two to one"]]
+    for result in map(load, names):
+        found, work = result["medians"], result["work"]
+        place = f"{result['cores']} cores" if result["device"] == "cpu" else f"one {result['device']}"
+        size = f"{result['parameters'] / 1e6:.0f} M parameters, {work['batch'] * work['context']:,} tokens a step"
+        for kind in ("", "compiled ") if "compiled two" in found else ("",):
+            times = (found[name] for name in ("one", f"{kind}two", f"{kind}apart", "exchange_s"))
+            hidden = f"{100 * min(1.0, max(0.0, found[f'{kind}hidden'])):.0f} %"
+            about = f"{place}{', `compile=True`' * bool(kind)}: {size}"
+            ratio = f"{found[f'{kind}times_one']:.2f}×"
+            rows.append([about, *(f"{1e3 * one:,.0f} ms" for one in times), hidden, ratio])
+    return markdown(rows)
