@@ -22,6 +22,7 @@ import gzip
 import json
 import math
 import multiprocessing
+import os
 import statistics
 import time
 from collections import Counter
@@ -65,8 +66,12 @@ UNITS = (
     Unit(name="verse", epochs=8, batch=64, seeds=1),
 )
 RATES = (1e-4, 3e-4)
-BASES = {"none": "Wikipedia, then Shakespeare", "next": "the same by pairs of spans"}  # by `sentences`
+BASES = {
+    "none": "Wikipedia, then Shakespeare",
+    "next": "Wikipedia, then Shakespeare by roles",
+}  # by `sentences`
 LINE_STEPS = 600
+PENALTIES = (3.0, 10.0, 30.0, 100.0)  # the inverse, C
 
 Lines = Mapping[str, Sequence[str]]
 
@@ -218,7 +223,7 @@ def scores(found: Sequence[str], own: Sequence[str]) -> dict[str, float]:
     return {"accuracy": accuracy_score(own, found), "macro_f1": f1_score(own, found, average="macro")}
 
 
-def by_regression(table: LabeledTexts) -> list[dict[str, Any]]:
+def by_regression(table: LabeledTexts, penalties: Sequence[float]) -> list[dict[str, Any]]:
     """Logistic regression on words, and on words, pairs of them and characters."""
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression
@@ -238,8 +243,9 @@ def by_regression(table: LabeledTexts) -> list[dict[str, Any]]:
         begin = time.perf_counter()
         search = GridSearchCV(
             make_pipeline(kind, LogisticRegression(max_iter=300)),
-            {"logisticregression__C": (1.0, 3.0, 10.0, 30.0, 100.0)},
+            {"logisticregression__C": penalties},
             cv=StratifiedKFold(3, shuffle=True, random_state=0),
+            n_jobs=len(os.sched_getaffinity(0)) // 2,
         )
         search.fit([row.text for row in learned], [row.label for row in learned])
         found = list(search.predict([row.text for row in held_out]))
@@ -288,7 +294,7 @@ class Measured:
         return Tuning(table=path, share=share, **{"until": epochs, **common, **settings})
 
     def tries(self, pool: ProcessPoolExecutor) -> None:
-        """Start a run for each setting and seed, on the rows to learn from alone; and what is no BERT."""
+        """Start a run for each setting and seed, on the rows to learn from alone."""
         settings = list(product(self.bases, RATES, range(self.unit.seeds)))
         self._tries = [
             (
@@ -302,7 +308,6 @@ class Measured:
             )
             for base, rate, seed in settings
         ]
-        self._regression = pool.submit(by_regression, self.table)
 
     def choose(self, pool: ProcessPoolExecutor) -> None:
         """Take the setting and the epoch that are best for the rows which choose, and start the runs with them."""
@@ -365,8 +370,11 @@ class Measured:
                 rows.append(
                     {"model": about, **scores(found, self.own), "seconds": means["seconds"] * len(runs)}
                 )
-        rows += self._regression.result()
-        rows.append(by_frequency(self.table))
+
+    def compare(self) -> None:
+        """The same for what is no BERT."""
+        penalties = (10.0,) if self.asked.tiny else PENALTIES
+        self.result["rows"] += [*by_regression(self.table, penalties), by_frequency(self.table)]
 
 
 def bases_of(unit: str, lines: Lines, pool: ProcessPoolExecutor, asked: argparse.Namespace) -> dict[str, Any]:
@@ -409,9 +417,9 @@ def measured(asked: argparse.Namespace) -> None:
             tasks.append(Measured(unit, table, bases, asked))
             tasks[-1].tries(pool)
             result["units"][unit.name] = tasks[-1].result
-        for step in ("choose", "finish"):
+        for step in (partial(Measured.choose, pool=pool), Measured.finish, Measured.compare):
             for one in tasks:
-                one.choose(pool) if step == "choose" else one.finish()
+                step(one)
                 print(one.unit.name, json.dumps(one.result), flush=True)
                 if asked.json is not None:
                     asked.json.write_text(json.dumps(result, indent=1) + "\n")
@@ -424,7 +432,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="a folder with the roles of shared/data")
     parser.add_argument("--work", type=Path, required=True, help="the folder of curves.py")
     parser.add_argument("--wait-minutes", type=float, default=8.0, help="for the BERT of curves.py")
-    parser.add_argument("--processes", type=int, default=6, help="that share the device")
+    parser.add_argument("--processes", type=int, default=8, help="that share the device")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="sizes to try this with")
     parser.add_argument("--json", type=Path)
