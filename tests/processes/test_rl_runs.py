@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -322,3 +323,16 @@ def test_what_is_asked_for_replaces_the_usual_settings_of_an_algorithm(algorithm
     asked = rl(RLOptions(algorithm=algorithm, environments=6, length=4, clip_norm=0))
     assert (asked.batch_size, asked.data.spec.length, asked.clip_norm) == (6, 4, None)
     assert rl(RLOptions(algorithm=algorithm, clip_norm=2)).clip_norm == 2
+
+
+def test_a_run_ends_with_an_episode_on_its_page(tmp_path: Path) -> None:
+    options = RLOptions(algorithm="a2c", environments=4, episodes=2, clip_norm=0)
+    run = mh.fit(rl(options), "mirrored", workers=2, steps=6, out=tmp_path / "run", options=QUIET)
+    assert run.path is not None
+    episode = (run.path / "episode.png").read_bytes()
+    assert episode.startswith(b"\x89PNG")
+    assert base64.b64encode(episode).decode() in report(existing_run(run.path).poll())
+    hidden = mh.fit(corridor(), "single", workers=1, steps=2, out=tmp_path / "hidden", options=QUIET)
+    assert hidden.path is not None
+    assert not (hidden.path / "episode.png").exists(), "a corridor cannot be drawn"
+    assert 'class="episode"' not in report(existing_run(hidden.path).poll())

@@ -87,8 +87,8 @@ def test_a_game_is_filmed(tmp_path: Path) -> None:
             return torch.zeros(len(observations), 6), torch.zeros(len(observations))
 
     images = pytest.importorskip("PIL.Image", reason="the extra manyhands[images] is not installed")
-    film(Still(), "ALE/Pong-v5", 0, tmp_path / "pong.gif", most_steps=12)
-    with images.open(tmp_path / "pong.gif") as moving:
+    film(Still(), "ALE/Pong-v5", 0, tmp_path / "pong.png", most_steps=12)
+    with images.open(tmp_path / "pong.png") as moving:
         assert moving.size == (84, 84)
 
 

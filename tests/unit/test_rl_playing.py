@@ -98,7 +98,7 @@ def test_returns_are_those_of_a_loop_over_gymnasium() -> None:
 
 def test_a_film_has_a_picture_a_step(tmp_path: Path) -> None:
     images = pytest.importorskip("PIL.Image", reason="the extra manyhands[images] is not installed")
-    path = tmp_path / "episode.gif"
+    path = tmp_path / "episode.png"
     assert film(Fixed([0.0, 1.0]), Corridor, 6, path) == 6
     with images.open(path) as moving:
         assert (moving.size, moving.n_frames) == ((8, 8), 5)
@@ -108,7 +108,7 @@ def test_a_film_has_a_picture_a_step(tmp_path: Path) -> None:
 
 def test_a_film_of_cartpole_shows_the_pole(tmp_path: Path) -> None:
     images = pytest.importorskip("PIL.Image", reason="the extra manyhands[images] is not installed")
-    path = tmp_path / "episode.gif"
+    path = tmp_path / "episode.png"
     total = film(Fixed([0.0, 1.0]), "CartPole-v1", 3, path)
     with images.open(path) as moving:
         assert moving.n_frames == total - 1
@@ -123,12 +123,20 @@ def test_a_film_of_cartpole_shows_the_pole(tmp_path: Path) -> None:
     assert leaning[1] < -5  # pushed to the right only, so the pole falls to the left
 
 
-def test_an_environment_without_pictures_is_refused(tmp_path: Path) -> None:
-    pytest.importorskip("PIL.Image", reason="the extra manyhands[images] is not installed")
+def test_a_film_ends_in_time_and_is_small(tmp_path: Path) -> None:
+    path = tmp_path / "episode.png"
+    film(Leaning(), "CartPole-v1", 3, path)
+    whole = path.stat().st_size
+    film(Leaning(), "CartPole-v1", 3, path, most_bytes=whole // 2)
+    assert path.stat().st_size <= whole // 2
+    with pytest.raises(UserError, match="nothing to show"):
+        film(Leaning(), "CartPole-v1", 3, path, within_s=0)
 
+
+def test_an_environment_without_pictures_is_refused(tmp_path: Path) -> None:
     class Hidden(Corridor):
         def render(self) -> Any:
             return None
 
     with pytest.raises(UserError, match='make it with render_mode="rgb_array"'):
-        film(Fixed([0.0, 1.0]), Hidden, 6, tmp_path / "episode.gif")
+        film(Fixed([0.0, 1.0]), Hidden, 6, tmp_path / "episode.png")

@@ -65,6 +65,9 @@ class Experience(WorkerData):
         del run
         return None
 
+    def show(self, model: nn.Module, run: Path) -> None:
+        """Leave in the directory of a run that has ended what its page shows of acting with `model`, if anything."""
+
     def stream(self, part: int, parts: int) -> Iterable[Any]:
         return _no_stream(part, parts)
 

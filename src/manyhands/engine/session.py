@@ -227,8 +227,17 @@ class _Session:
                 self._directory.write_summary(summary)
             except WriteFailed as error:
                 self._say(str(error))  # the notes of this summary have it
+            self._show(result.model, self._directory.path)
         path = self._directory.path if self._directory is not None else None
         return Run(model=result.model, history=self.history, summary=summary, path=path)
+
+    def _show(self, model: nn.Module, path: Path) -> None:
+        task = self._request.plan.task
+        if isinstance(task, Task) and isinstance(task.data, Experience):
+            try:
+                task.data.show(model, path)
+            except WriteFailed as error:
+                _log.warning("%s", error)
 
     def _say(self, sentence: str) -> None:
         self._notes.append(sentence)

@@ -10,6 +10,7 @@ runs/digits/
   members.jsonl   processes that came and went, where that is no failure (parameter servers)
   shards/         each shard's snapshots
   updates/        every update that each shard applied
+  episode.png     what its policy does (reinforcement learning)
   tickets/        who acted for which rollout, with which weights (actors of reinforcement learning)
   run.lock        held by the live run
 """
@@ -59,7 +60,9 @@ ON_COMMAND_LINE: Final = "add --resume to continue it, or choose another --out"
 _CONFIG, _SUMMARY, _METRICS, _LOCK = "config.json", "summary.json", "metrics.jsonl", "run.lock"
 _HANG, _MEMBERS = "hang.txt", "members.jsonl"
 _FOLDERS = ("checkpoints", "events", "federated", "owed", "shards", "tensorboard", "tickets", "updates")
-_PAGES = ("picture.html", "report.html")
+EPISODE: Final = "episode.png"
+"""An animated picture of what a trained policy does."""
+_PAGES = ("picture.html", "report.html", EPISODE)
 OWN_NAMES: Final = frozenset({_CONFIG, _SUMMARY, _METRICS, _LOCK, _HANG, _MEMBERS, *_FOLDERS, *_PAGES})
 _FORMAT, _VERSION = "manyhands run", 1
 _HEAD: Final = {"format": _FORMAT, "version": _VERSION}

@@ -51,7 +51,7 @@ class ActingHistory:
             total = sum(count for count, _ in self._newest)
             self._returns.add(self._frames, at_s, sum(count * one for count, one in self._newest) / total)
 
-    def view(self, later_s: float) -> ActingView | None:
+    def view(self, later_s: float, episode: bytes = b"") -> ActingView | None:
         """None of a run that does not act; its clock began `later_s` after the first event."""
         if not self._frames:
             return None
@@ -68,4 +68,5 @@ class ActingHistory:
             actors_waited=waited / (acted + waited) if acted + waited else 0.0,
             dropped=int(self._sums["dropped"]),
             replaced=int(self._sums["replaced"]),
+            episode=episode,
         )

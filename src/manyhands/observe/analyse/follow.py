@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.data.store.rundir import RunDirectory
+from manyhands.data.store.rundir import EPISODE, RunDirectory
 from manyhands.errors import DataError, UserError, printable
 from manyhands.observe.analyse.run_view import Gather
 from manyhands.observe.analyse.view import RunView
@@ -29,6 +29,8 @@ from manyhands.observe.record.recorded import part_of, read_run_events, shift_cl
 
 _PORTION = 1 << 14  # events that are gathered in one batch
 _MAX_STEPS = 1 << 20
+_MOST_PICTURE = 1 << 20  # bytes
+_PNG = b"\x89PNG\r\n\x1a\n"
 _MOST_BYTES = 16 << 20  # bytes of a JSON-lines file read at once; no valid line is that long
 
 
@@ -95,6 +97,7 @@ class RunFollower:
             is_all = not held and (whole(summary.get("steps")) or 0) >= self._gather.history.step
             summary = summary if is_newer or is_all else None
         self._gather.summary = summary
+        self._gather.episode = _picture(self.path / EPISODE) if summary is not None else b""
         if summary is not None or not self._offsets:
             return self._gather.view(self._gather.seen.last_ns)
         now_ns = self._gather.seen.last_ns if held is False else time.time_ns() - self._first_offset_ns
@@ -264,6 +267,16 @@ def about_run(config: Mapping[str, Any], origin: Mapping[str, Any]) -> tuple[tup
 
 def _plain(value: Any) -> str:
     return "…" if isinstance(value, Mapping | list) else str(value)
+
+
+def _picture(path: Path) -> bytes:
+    """A PNG; nothing where there is none, or one that is too large for a page."""
+    try:
+        with path.open("rb") as file:
+            found = file.read(_MOST_PICTURE + 1)
+    except OSError:
+        return b""
+    return found if found.startswith(_PNG) and len(found) <= _MOST_PICTURE else b""
 
 
 def existing_run(path: Path) -> RunFollower:

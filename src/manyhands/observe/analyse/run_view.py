@@ -92,6 +92,7 @@ class Gather:
         self._updates: Counter[int] = Counter()
         self._applying_ns: Counter[int] = Counter()
         self.summary: Mapping[str, Any] | None = None  # of a run that has ended
+        self.episode = b""  # what it has in its directory of a trained policy
         self._notes: dict[str, None] = {}
         self._odd_rows: Counter[str] = Counter()  # by file
         self._parties = PartiesHistory() if has_parties else None
@@ -223,7 +224,7 @@ class Gather:
             traffic=self._traffic_views(),
             epoch=self._members.epoch,
             parties=self._parties.view(summary) if self._parties else None,
-            acting=self.history.acting.view(self.training_began_s),
+            acting=self.history.acting.view(self.training_began_s, self.episode if summary else b""),
             model=model_view(summary),
             happenings=self._happenings(),
             warnings=self._warnings(snapshot, servers, now_ns, phase, held),

@@ -179,6 +179,7 @@ class ActingView:
     actors_waited: float  # the share of their time that actors waited for newer weights
     dropped: int  # rollouts, with actors that were lost
     replaced: int  # actors
+    episode: bytes = b""  # a moving picture of one, once the run has ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

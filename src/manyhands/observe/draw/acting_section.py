@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+
 from manyhands.observe.analyse.view import RunView
 from manyhands.observe.draw.charts import Series, histogram, line_chart
-from manyhands.observe.draw.paper import PageSection, tile
+from manyhands.observe.draw.paper import PageSection, figure, tile
 
 
 def acting(run: RunView) -> PageSection | None:
@@ -49,4 +51,8 @@ def acting(run: RunView) -> PageSection | None:
             x_label="batches that the weights of a rollout were behind",
             y_label="rollouts",
         )
+    if view.episode:
+        data = base64.b64encode(view.episode).decode()
+        image = f'<img class="episode" alt="An episode" src="data:image/png;base64,{data}"/>'
+        pairs += figure("An episode of the trained policy, always with the best action", image)
     return PageSection("Acting", f'<dl class="tiles">{tiles}</dl>{pairs}', "wide")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch import nn
 
 from manyhands.data.experience import Experience, ExperienceCollector
 from manyhands.data.randomness import mix
+from manyhands.data.store.rundir import EPISODE
 from manyhands.errors import UserError, num_of
 from manyhands.native.threads import with_threads
 from manyhands.workloads.rl.acting import Actor
@@ -52,6 +53,7 @@ class ActedExperience(Experience):
     replacements: int = 10  # of each actor
     recorded: Path | None = None  # the directory of the run, for the log of actors' tickets
     replayed: Path | None = None  # that of a run whose actors' tickets are acted again
+    film: Callable[[nn.Module, Path], object] | None = None  # of an episode, to a file
 
     def __post_init__(self) -> None:
         if self.inference not in INFERENCES:
@@ -91,6 +93,11 @@ class ActedExperience(Experience):
 
     def replayed_from(self, run: Path) -> ActedExperience | None:
         return replace(self, replayed=run) if self.actors else None
+
+    def show(self, model: nn.Module, run: Path) -> None:
+        if self.film is not None:
+            with suppress(UserError):  # not every environment can be drawn
+                self.film(model, run / EPISODE)
 
     def collector(self, environments: range, seed: int) -> ExperienceCollector:
         return _OfActors(self, environments, seed) if self.actors else _OfWorker(self, environments, seed)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.errors import UserError, printable
+from manyhands.errors import UserError, first_line, printable
 from manyhands.workloads.rl.named_environments import open_named
 from manyhands.workloads.rl.stepping import Array, Columns, EnvironmentFailed, Environments, Stepped
 
@@ -66,7 +66,11 @@ class _OneByOne(Environments):
         self._environments = ()
 
     def picture(self, index: int) -> Array:
-        shown = self._environments[index].render()
+        environment = self._environments[index]
+        try:  # without a mode gymnasium would only warn
+            shown = environment.render() if getattr(environment, "render_mode", "any") is not None else None
+        except Exception as error:
+            raise UserError(f"environment: it cannot be drawn: {first_line(error)}") from error
         if not isinstance(shown, np.ndarray):
             raise UserError('environment: it shows no pictures; make it with render_mode="rgb_array"')
         return shown

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from manyhands.data.store.atomic import write_atomically
 from manyhands.errors import UserError
 from manyhands.workloads.rl.environments import Source, open_environments
 from manyhands.workloads.rl.episodes import Episode
+from manyhands.workloads.rl.moving_picture import moving_picture
 from manyhands.workloads.rl.policies import choose, scorer
 from manyhands.workloads.rl.stepping import Array, Environments
 
@@ -20,6 +24,7 @@ __all__ = ["film", "play"]
 
 _MOST_STEPS = 100_000  # of an episode: Pong has up to 27,000
 _MS_PER_PICTURE = 30
+_MOST_PIXELS = 320  # in width, of a film
 _CHOOSING = 1  # beside the seed of an environment: the random numbers of its actions
 
 
@@ -61,34 +66,37 @@ def film(
     *,
     options: Mapping[str, Any] | None = None,
     most_steps: int = 1000,
+    most_bytes: int = 1 << 19,
+    within_s: float = 60.0,
 ) -> float:
-    """One greedy episode as an animated GIF at `path`; what it earned.
+    """One greedy episode as an animated PNG at `path`, up to `most_steps` and `within_s`; what it earned so far.
 
-    An environment that a function makes must be made with render_mode="rgb_array".
+    An environment that a function makes must be made with render_mode="rgb_array". The file has at most `most_bytes`,
+    for which it may show only every other step, or fewer.
     """
-    try:
-        from PIL import Image
-    except ImportError:
-        raise UserError(
-            "a film of an episode needs Pillow, which is not installed: pip install 'manyhands[images]'"
-        ) from None
     drawn = {"render_mode": "rgb_array"} if isinstance(source, str) else {}
     environments = open_environments(source, 1, options={**(options or {}), **drawn})
-    pictures = []
+    pictures, deadline = [], time.monotonic() + within_s
     try:
         for episodes in _steps(policy, environments, [seed], True, most_steps):
-            if episodes:
+            if episodes or time.monotonic() > deadline:
                 break
-            pictures.append(Image.fromarray(environments.picture(0)))
+            pictures.append(_small(environments.picture(0)))
         total = episodes[0].total if episodes else float(environments.recorder.totals[0])
     finally:
         environments.close()
     if not pictures:
         raise UserError(
-            f"the episode with seed {seed} ended with its first step, so there is nothing to show"
+            f"the episode with seed {seed} was over with its first step, or took too long, so there is nothing to show"
         )
-    pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=_MS_PER_PICTURE, loop=0)
+    write_atomically(path, [moving_picture(pictures, _MS_PER_PICTURE, most_bytes)])
     return total
+
+
+def _small(picture: Array) -> Array:
+    """Every other pixel, or fewer, of a large one."""
+    every = max(1, math.ceil(picture.shape[1] / _MOST_PIXELS))
+    return picture[::every, ::every]
 
 
 def _steps(

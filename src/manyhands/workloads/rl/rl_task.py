@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from manyhands.task import Task
 from manyhands.workloads.builtin_task import BuiltinTask
 from manyhands.workloads.rl.collecting import INFERENCES, ActedExperience
 from manyhands.workloads.rl.environments import Source, open_environments
-from manyhands.workloads.rl.playing import play
+from manyhands.workloads.rl.playing import film, play
 from manyhands.workloads.rl.policies import ActorCritic, check_policy
 from manyhands.workloads.rl.policy_gradients import A2C, ALGORITHMS, PPO, Impala, PolicyGradient
 from manyhands.workloads.rl.rollouts import RolloutSpec
@@ -79,6 +80,7 @@ def task(
             inference=inference,
             timeout_s=timeout_s,
             replacements=replacements,
+            film=partial(_film, environment),
         ),
         batch_size=environments,
         records_each=length / algorithm.updates,  # steps of environments
@@ -120,6 +122,10 @@ def _loss(algorithm: PolicyGradient, returns: Returns, policy: nn.Module, batch:
     return algorithm.loss(policy, batch)
 
 
+def _film(environment: Source, policy: nn.Module, path: Path) -> None:
+    film(policy, environment, _EVALUATION, path, within_s=_FILM_S)
+
+
 class Returns:
     """The mean return of episodes with these seeds; of the same batch it is computed once."""
 
@@ -138,6 +144,7 @@ class Returns:
 
 
 _EVALUATION = 1 << 20  # seeds of episodes that are played for an evaluation begin here
+_FILM_S = 10.0  # that the film of an episode may take, at the end of a run
 _LEAST_RATE = 0.05  # of the learning rate at the beginning
 
 
