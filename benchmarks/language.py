@@ -9,7 +9,8 @@ The loops (`language_loops.py`) take turns on the same machine, each turn in a p
 compiles for itself and none finds another's memory; torch's cache of compiled kernels on disk serves the later turns.
 Speed is that of the steps after the first three. MFU = tokens/s × (6·N + 12·layers·width·context) ÷ peak, where N
 counts all parameters but the positions, and the tied embedding once. In BERT the head is applied to the masked tokens
-alone by `ours` and `plain`, and to all by transformers' model: the formula is the same for all.
+alone by `ours` and `plain`, and to all by transformers' model: the formula is the same for all. `fp8` has no MFU, for
+its products have two peaks.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def measured(work: Work, loop: str, asked: argparse.Namespace) -> dict[str, Any]
         "step_s": step_s,
         "tokens_per_s": tokens_s,
         "sequences_per_s": work.batch / step_s,
-        "mfu": tokens_s * flops / asked.peak,
+        "mfu": tokens_s * flops / asked.peak if loop != "fp8" else None,  # the peak is another
         "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30
         if asked.device != "cpu" and loop != "two"
         else None,
@@ -98,10 +99,11 @@ def show(name: str, rows: dict[str, Any], trace: dict[str, Any]) -> None:
         if "why" in row:
             print(f"{name} {loop:8} left out: {row['why']}")
             continue
+        share = f"MFU {row['mfu']:.1%}  " if row["mfu"] is not None else ""
         memory = f"{row['peak_memory_gib']:.1f} GiB" if row["peak_memory_gib"] is not None else "-"
         print(
             f"{name} {loop:8} {row[unit]:12,.0f} {unit.replace('_per_s', '/s')} (of tokens {row['least']:,.0f} to "
-            f"{row['most']:,.0f} in {row['turns']})  MFU {row['mfu']:.1%}  {memory}  "
+            f"{row['most']:,.0f} in {row['turns']})  {share}{memory}  "
             f"compiled in {row['compile_s']:.0f} s"
         )
     if "idle" in trace:

@@ -1,6 +1,7 @@
 """The loops that `language.py` compares. Each trains some steps and returns when they ended, and their losses.
 
 ours      `mh.fit` with strategy=single and `autocast`; what it compiles and fuses on a GPU by itself is not chosen
+fp8       the same with the linear layers of the blocks in 8 bits
 two       the same with strategy=allreduce and two workers, which share the GPU or the cores; half a batch each
 plain     a loop by hand with every trick: bfloat16, one compiled program of model and loss, fused AdamW, batches
           prefetched from page-locked memory on a stream of their own, losses read a step late
@@ -50,8 +51,15 @@ class Unavailable(Exception):
 
 
 def ours(
-    work: Work, device: str, steps: int, workers: int = 1, callbacks: Sequence[mh.Callback] = ()
+    work: Work,
+    device: str,
+    steps: int,
+    workers: int = 1,
+    callbacks: Sequence[mh.Callback] = (),
+    autocast: bool | str = True,
 ) -> Course:
+    if device == "cpu" and autocast == "fp8":
+        raise Unavailable("a CPU has no products in 8 bits")
     task = mh.Task(
         model=work.model,
         loss=work.loss,
@@ -62,7 +70,10 @@ def ours(
         clip_norm=CLIP,
     )
     options = mh.Options(
-        autocast=device != "cpu", progress="none", checkpoint_every=10**9, callbacks=callbacks
+        autocast=autocast if device != "cpu" else False,
+        progress="none",
+        checkpoint_every=10**9,
+        callbacks=callbacks,
     )
     run = mh.fit(
         task,
@@ -249,6 +260,7 @@ def _autocast(device: str) -> AbstractContextManager[object]:
 WARM_UP = 3  # steps that are not counted: they compile
 LOOPS: dict[str, Callable[..., Course]] = {
     "ours": ours,
+    "fp8": partial(ours, autocast="fp8"),
     "two": partial(ours, workers=2),
     "plain": plain,
     "usual": usual,

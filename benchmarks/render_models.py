@@ -91,6 +91,7 @@ def codecs_speed() -> str:
 
 _LOOPS = {
     "ours": "manyhands",
+    "fp8": "manyhands, fp8",
     "two": "manyhands, two workers",
     "plain": "a plain compiled loop",
     "usual": "nanoGPT",
@@ -114,7 +115,11 @@ def _language(name: str, found: dict[str, Any]) -> str:
     table = [["loop", unit, "MFU", "memory", "manyhands ÷ it"]]
     for loop, row in loops.items():
         if "step_s" in row:
-            cells = [_LOOPS[loop], f"{row[unit.replace('/', '_per_')]:,.0f}", f"{row['mfu']:.1%}"]
+            cells = [
+                _LOOPS[loop],
+                f"{row[unit.replace('/', '_per_')]:,.0f}",
+                f"{row['mfu']:.1%}" if row["mfu"] is not None else "",
+            ]
             ratio = loops["ours"]["tokens_per_s"] / row["tokens_per_s"]
             memory = f"{row['peak_memory_gib']:.1f} GiB" if row["peak_memory_gib"] is not None else ""
             table.append([*cells, memory, f"{ratio:.2f}"])

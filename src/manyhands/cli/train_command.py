@@ -58,6 +58,7 @@ class _TrainOptions(RunOptions):
     device: str = option("cpu", "cpu or cuda; with cuda, workers take the GPUs in order.")
     autocast: bool = option(False, "Compute in bfloat16 where it is safe.", "--autocast")
     float16: bool = option(False, "Compute in float16 where it is safe, with a scaled loss.", "--float16")
+    fp8: bool = option(False, "As --autocast, and multiply in 8 bits in the layers of blocks.", "--fp8")
     compile_model: bool | None = option(
         None, "Use torch.compile; by default, on a GPU.", "--compile/--no-compile"
     )
@@ -155,7 +156,7 @@ def _as_planned(task: str, task_options: Mapping[str, Any], common: _TrainOption
 def _fit_options(common: _TrainOptions, out: Path, leads: bool) -> Options:
     from manyhands.engine.callbacks import Callback
     from manyhands.engine.loggers import CsvLogger
-    from manyhands.engine.options import HALF, Options, Slowdown
+    from manyhands.engine.options import Options, Slowdown
     from manyhands.engine.profiler import TorchProfiler
 
     callbacks: list[Callback] = []
@@ -170,7 +171,7 @@ def _fit_options(common: _TrainOptions, out: Path, leads: bool) -> Options:
         resume_command=command_options.command_to_resume(sys.argv, out),
         watchdog_s=common.watchdog,
         slow=Slowdown.parse(common.slow) if common.slow is not None else None,
-        autocast=HALF if common.float16 else common.autocast,
+        autocast=_autocast(common),
         restore_best=common.restore_best,
         log=[name.strip() for name in common.log.split(",")] if common.log else (),
         compile=common.compile_model,
@@ -182,6 +183,14 @@ def _fit_options(common: _TrainOptions, out: Path, leads: bool) -> Options:
         max_workers=common.max_workers,
         callbacks=callbacks,
     )
+
+
+def _autocast(common: _TrainOptions) -> bool | str:
+    from manyhands.engine.options import FP8, HALF
+
+    if common.float16 and common.fp8:
+        raise UserError("--float16 and --fp8 were both given; leave out one")
+    return HALF if common.float16 else FP8 if common.fp8 else common.autocast
 
 
 def _length(entry: BuiltinTask[Any], common: _TrainOptions) -> dict[str, int | None]:

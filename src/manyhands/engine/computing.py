@@ -26,6 +26,7 @@ from manyhands.data.reading import Key, ReadShare, ShareReader, Upcoming, batch_
 from manyhands.engine.compiled_loss import compiled_loss, compiles
 from manyhands.engine.device import BatchCopies, device_of
 from manyhands.engine.dynamo import optimizer_of
+from manyhands.engine.fp8 import require_fp8
 from manyhands.engine.kernel_task import AnyTask
 from manyhands.engine.metric_states import MetricUpdates
 from manyhands.engine.options import EarlyStopping, Slowdown
@@ -53,6 +54,7 @@ class TrainingPlan:
     device: str = "cpu"
     autocast: bool = False  # compute in bfloat16 where torch's autocast finds that safe
     half: bool = False  # in float16 instead, with a scaled loss
+    fp8: bool = False  # the linear layers of the model's blocks multiply in 8 bits: see `fp8_products`
     # Let torch.compile make the model and the loss faster; None: on a GPU
     compile: bool | None = False
     recompute: bool = False  # compute activations again in backward: see `recomputing`
@@ -91,6 +93,8 @@ class Computer:
     def __init__(self, plan: TrainingPlan, worker_rank: int) -> None:
         self.plan, self._rank = plan, worker_rank
         self.device = device_of(plan.device, worker_rank)
+        if plan.fp8:
+            require_fp8(self.device)
         assert isinstance(plan.task, Task), "a compiled task computes its own steps"
         self.task = task = plan.task
         made_of = task.data, task.collate, task.batch_size, task.microbatches, task.weights, plan.seed

@@ -28,7 +28,8 @@ BUFFERS: Final = ("broadcast", MEAN, SYNCHRONIZE)
 """What `Options.buffers` may be."""
 
 HALF: Final = "float16"
-PRECISIONS: Final = ("bfloat16", HALF)
+FP8: Final = "fp8"
+PRECISIONS: Final = ("bfloat16", HALF, FP8)
 """What `Options.autocast` may be; True is the first."""
 
 PROGRESS: Final = ("auto", "bar", "lines", "none")
@@ -71,7 +72,8 @@ class Options:
     """Leave out an update whose gradient is not finite, instead of ending the run; ps only."""
     autocast: bool | str = False
     """Compute in bfloat16 where torch's autocast finds that safe; `float16`: in that, with a loss that is scaled as by
-    torch's `GradScaler`, whose row says `skipped` where a step was left out."""
+    torch's `GradScaler`, whose row says `skipped` where a step was left out; `fp8`: in bfloat16, and the linear layers
+    of the model's blocks multiply in 8 bits, on a GPU that can (compute capability 8.9)."""
     compile: bool | None = None
     """Let torch.compile make one faster program of the model and the loss; None: under `single` on a GPU. It costs up
     to a minute at the first step. In workers of their own the loss of a script or notebook is not compiled with it."""

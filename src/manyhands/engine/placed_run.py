@@ -257,6 +257,7 @@ def _terms(request: Request, model: nn.Module) -> tuple[Term, ...]:
         "log",
         "autocast",
         "half",
+        "fp8",
         "compile",
         "buffers",
         "check_every",

@@ -15,8 +15,9 @@ from manyhands.data.experience import Experience
 from manyhands.data.store.rundir import parameter_shapes
 from manyhands.engine.clipping import check_clipping
 from manyhands.engine.computing import TrainingPlan
+from manyhands.engine.fp8 import require_fp8
 from manyhands.engine.kernel_task import AnyTask
-from manyhands.engine.options import HALF, SYNCHRONIZE, Options
+from manyhands.engine.options import FP8, HALF, SYNCHRONIZE, Options
 from manyhands.engine.profiler import TorchProfiler
 from manyhands.errors import UserError, nearest
 from manyhands.facts import Truth
@@ -89,8 +90,7 @@ class Request:
                 f"task.microbatches={task.microbatches}: strategy {strategy} reads the rows of task.sparse once for a "
                 "whole batch; leave one of the two out"
             )
-        _check_options(task, strategy, workers, options)
-        _check_heeded(task, strategy, options)
+        _check_options(task, strategy, workers, options, device)
         samples = task.samples
         length.require_unit_of(strategy)
         if strategy.facts.counts_rounds:
@@ -124,6 +124,7 @@ class Request:
             device=device,
             autocast=bool(options.autocast),
             half=options.autocast == HALF,
+            fp8=options.autocast == FP8,
             compile=options.compile if options.compile is not None else _compiles(strategy, options),
             recompute=options.recompute,
             buffers=options.buffers,
@@ -153,15 +154,10 @@ class Request:
         }
 
 
-def _check_options(task: AnyTask, strategy: Strategy, workers: int, options: Options) -> None:
+def _check_options(task: AnyTask, strategy: Strategy, workers: int, options: Options, device: str) -> None:
     facts, fewest_workers = strategy.facts, options.min_workers
     if options.compile and facts.cannot_compile:
         raise UserError(f"compile: {facts.cannot_compile}; leave it out")
-    if options.recompute and (task.compiled or not _has_whole_model(strategy)):
-        raise UserError(
-            f"recompute: strategy {strategy} with task {task.name!r} has no worker that computes blocks of a whole "
-            "model; leave it out, or use mirrored"
-        )
     if options.skip_nonfinite and not facts.can_skip_updates:
         raise UserError(f"skip_nonfinite: strategy {strategy} cannot leave one worker's part out; ps can")
     if fewest_workers is not None and fewest_workers > workers:
@@ -174,11 +170,8 @@ def _check_options(task: AnyTask, strategy: Strategy, workers: int, options: Opt
     if options.slow is not None and options.slow.worker >= workers:
         raise UserError(f"slow: there is no worker {options.slow.worker}; workers are 0 to {workers - 1}")
     _check_log(task, strategy, options)
-    if options.autocast == HALF and not facts.leaves_steps_out:
-        raise UserError(
-            f"autocast={HALF}: strategy {strategy} cannot leave out the steps whose scaled gradient overflows; use "
-            "autocast=True, which is bfloat16, or mirrored"
-        )
+    _check_heeded(task, strategy, options)
+    _check_precision(task, strategy, options, device)
     why = facts.refused_buffers.get(options.buffers)
     if why is not None:
         raise UserError(
@@ -201,6 +194,23 @@ def _check_options(task: AnyTask, strategy: Strategy, workers: int, options: Opt
             f"buffers=synchronize: every worker needs a sample of each batch, and some batches have {fewest} for "
             f"{workers} workers; use fewer workers, another batch_size, or buffers=mean"
         )
+
+
+def _check_precision(task: AnyTask, strategy: Strategy, options: Options, device: str) -> None:
+    if options.autocast == HALF and not strategy.facts.leaves_steps_out:
+        raise UserError(
+            f"autocast={HALF}: strategy {strategy} cannot leave out the steps whose scaled gradient overflows; use "
+            "autocast=True, which is bfloat16, or mirrored"
+        )
+    of_blocks = {"recompute": options.recompute, f"autocast={FP8}": options.autocast == FP8}
+    asked = [name for name, given in of_blocks.items() if given]
+    if asked and (task.compiled or not _has_whole_model(strategy)):
+        raise UserError(
+            f"{asked[0]}: strategy {strategy} with task {task.name!r} has no worker that computes blocks of a whole "
+            "model; leave it out, or use mirrored"
+        )
+    if options.autocast == FP8 and device == "cpu":  # a GPU is asked by the worker that has it
+        require_fp8(torch.device(device))
 
 
 def _compiles(strategy: Strategy, options: Options) -> bool | None:

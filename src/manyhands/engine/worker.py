@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -26,6 +26,7 @@ from manyhands.engine.clipping import clip, logged
 from manyhands.engine.computing import Computer, TrainingPlan
 from manyhands.engine.desync_check import Agreement
 from manyhands.engine.exchange import Exchange, LocalStep, SentFor, SharedStep, Traffic
+from manyhands.engine.fp8 import fp8_products
 from manyhands.engine.loss_scaling import LossScale, left_out, unscale
 from manyhands.engine.options import MEAN, SYNCHRONIZE
 from manyhands.engine.profiler import StepProfiler
@@ -110,7 +111,7 @@ class Trainer:
         if self._plan.buffers == SYNCHRONIZE and part.count > 1:
             synchronize_batch_norms(model, part.total_in_step or exchange.total, part.index, part.count)
         self.model, self._optimizer, self._agreed_step = model, optimizer, first
-        self._at_end.enter_context(recomputing(model) if self._plan.recompute else nullcontext())
+        self._at_end.enter_context(_blocks_as_asked(self._plan, model))
         model.train()
         extra = start.extra if start is not None else None
         self.reporter.begin(first, extra, built.metric_scheduler, self._scale)
@@ -304,6 +305,17 @@ class Trainer:
 
 _GROWN_LOSS = 10.0  # times the first one
 _GROWN_WEIGHT = 1e3  # trained weights are some orders smaller
+
+
+@contextmanager
+def _blocks_as_asked(plan: TrainingPlan, model: nn.Module) -> Iterator[None]:
+    """While this is open, blocks of `model` compute activations again, and in 8 bits, where that was asked."""
+    with ExitStack() as stack:
+        if plan.recompute:
+            stack.enter_context(recomputing(model))
+        if plan.fp8:
+            stack.enter_context(fp8_products(model))
+        yield
 
 
 @dataclass(slots=True)
