@@ -6,43 +6,40 @@ The first need root. The last needs nothing: the kernel paces what each socket s
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import os
-import re
 import select
-import shutil
 import socket
 import stat
 import struct
 import subprocess
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Final
 
+import netlink
 from manyhands.places.local.signals import ending
 
 _SO_MAX_PACING_RATE: Final = 47  # asm-generic/socket.h; Python's socket has no name for it
 _ENDS: Final = 2
-_CLONE_NEWNET: Final = 0x40000000
 _TUNSETIFF, _IFF_TAP, _IFF_NO_PI = 0x400454CA, 0x2, 0x1000  # linux/if_tun.h
 _JUMBO, _FRAME = 9000, 1 << 16  # large frames, so that the relay has few
 _LOOK_S: Final = 0.1
 
 
-def namespaces_are_permitted() -> bool:
-    """Whether `two_namespaces` can be had, found by making one; it needs root, and the programs `ip` and `tc`."""
-    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc"))):
-        return False
-    name = f"manyhands-probe-{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, timeout=10, check=False)
-    if made.returncode == 0:
-        subprocess.run(["ip", "netns", "del", name], check=True, timeout=10)
-    return made.returncode == 0
+def why_no_namespaces() -> str:
+    """Why `two_namespaces` cannot be had here, found by making them with a held cable; empty where they can."""
+    try:
+        with two_namespaces("10.231.70.", "1gbit", ["burst", "256kb", "latency", "100ms"]):
+            return ""
+    except OSError as error:
+        return str(error)
 
 
 @contextmanager
@@ -51,22 +48,10 @@ def two_namespaces(subnet: str, rate: str | None, bucket: Sequence[str]) -> Iter
 
     A token bucket at each end of the cable between them holds it to `rate`, if any, both as `tc` spells them.
     """
-    names = [f"manyhands-bench-{end}-{os.getpid()}" for end in range(_ENDS)]
-
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, timeout=10)
-
-    with ending(), ExitStack() as stack:  # a signal leaves no namespace behind
-        for name in names:
-            stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False, timeout=10)
-            ip("netns", "add", name)
-        ends = ["cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1]]
-        ip("link", "add", *ends)
+    with _namespaces("bench", range(_ENDS)) as names:
+        netlink.add_cable((names[0], "cable"), (names[1], "cable"))
         for end, name in enumerate(names):
-            ip("-n", name, "address", "add", f"{subnet}{end + 1}/24", "dev", "cable")
-            for device in ("cable", "lo"):
-                ip("-n", name, "link", "set", device, "up")
-            _hold(name, "cable", rate, bucket)
+            _settle(name, f"{subnet}{end + 1}", rate, bucket)
         yield names
 
 
@@ -76,42 +61,38 @@ def switched_hosts(count: int, subnet: str, rate: str | None, bucket: Sequence[s
 
     Token buckets hold each cable in both directions, as those of `two_namespaces` do.
     """
-    own = os.getpid()
-    *names, switch = [f"manyhands-bench-{end}-{own}" for end in (*range(count), "switch")]
-
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, timeout=20)
-
-    with ending(), ExitStack() as stack:  # a signal leaves no namespace behind
-        for name in (switch, *names):
-            stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False, timeout=20)
-            ip("netns", "add", name)
-        ip("-n", switch, "link", "add", "bridge", "type", "bridge")
-        ip("-n", switch, "link", "set", "bridge", "up")
+    with _namespaces("bench", [*range(count), "switch"]) as [*names, switch]:
+        netlink.within(switch, partial(netlink.add_bridge, "bridge"))
         for number, name in enumerate(names):
             port = f"port{number}"
-            ip("link", "add", "cable", "netns", name, "type", "veth", "peer", "name", port, "netns", switch)
-            ip("-n", name, "address", "add", f"{subnet}{number + 1}/24", "dev", "cable")
-            ip("-n", switch, "link", "set", port, "master", "bridge", "up")
-            for device in ("cable", "lo"):
-                ip("-n", name, "link", "set", device, "up")
-            _hold(name, "cable", rate, bucket)
+            netlink.add_cable((name, "cable"), (switch, port))
+            netlink.within(switch, partial(netlink.plug, port, "bridge"))
+            _settle(name, f"{subnet}{number + 1}", rate, bucket)
             _hold(switch, port, rate, bucket)
         yield [*names, switch]
+
+
+@contextmanager
+def _namespaces(what: str, ends: Sequence[object]) -> Iterator[list[str]]:
+    names = [f"manyhands-{what}-{end}-{os.getpid()}" for end in ends]
+    with ending(), ExitStack() as stack:  # a signal leaves no namespace behind
+        for name in names:
+            stack.callback(netlink.remove_namespace, name)
+            netlink.add_namespace(name)
+        yield names
+
+
+def _settle(name: str, address: str, rate: str | None, bucket: Sequence[str]) -> None:
+    """Give the device `cable` of a namespace its address, and hold what leaves by it."""
+    netlink.within(name, partial(netlink.give_address, "cable", address))
+    _hold(name, "cable", rate, bucket)
 
 
 def _hold(name: str, device: str, rate: str | None, bucket: Sequence[str]) -> None:
     """Let what leaves by a device of that namespace pass no faster than that."""
     if rate is not None:
-        shape = ["tc", "qdisc", "add", "dev", device, "root", "tbf", "rate", rate, *bucket]
-        subprocess.run([*inside(name), *shape], check=True, timeout=10)
-
-
-def bytes_per_s(rate: str) -> float:
-    found = re.fullmatch(r"(\d+)(k|m|g)bit", rate)
-    if found is None:
-        raise SystemExit(f"--rate {rate}: write it as 100mbit or 1gbit")
-    return int(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]] / 8
+        words = dict(zip(bucket[::2], bucket[1::2], strict=True))
+        netlink.within(name, partial(netlink.hold, device, rate, words))
 
 
 def places(subnet: str, port: int, rank: int, world: int) -> dict[str, str]:
@@ -128,7 +109,7 @@ def places(subnet: str, port: int, rank: int, world: int) -> dict[str, str]:
 
 def inside(name: str) -> list[str]:
     """What a command begins with that runs in a namespace."""
-    return ["ip", "netns", "exec", name]
+    return [sys.executable, netlink.__file__, name]
 
 
 def cores_of(host: int, hosts: int) -> list[int]:
@@ -229,40 +210,20 @@ class DelayingRelay:
 @contextmanager
 def two_regions(subnet: str, rate: str, bucket: Sequence[str], delay_s: float) -> Iterator[list[str]]:
     """`two_namespaces` that are far apart: what one sends arrives `delay_s` later at the other."""
-    names = [f"manyhands-geo-{end}-{os.getpid()}" for end in range(_ENDS)]
-
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, timeout=10)
-
-    with ending(), ExitStack() as stack:  # a signal leaves no namespace behind
+    with _namespaces("geo", range(_ENDS)) as names, ExitStack() as stack:
         taps = []
         for end, name in enumerate(names):
-            stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False, timeout=10)
-            ip("netns", "add", name)
-            taps.append(_tap_in(name))
+            taps.append(netlink.within(name, _tap))
             stack.callback(os.close, taps[-1])
-            ip("-n", name, "address", "add", f"{subnet}{end + 1}/24", "dev", "cable")
-            ip("-n", name, "link", "set", "cable", "mtu", str(_JUMBO), "txqueuelen", "10000")
-            for device in ("cable", "lo"):
-                ip("-n", name, "link", "set", device, "up")
-            _hold(name, "cable", rate, bucket)
+            netlink.within(name, partial(netlink.resize, "cable", _JUMBO, 10000))
+            netlink.within(name, partial(netlink.bring_up, "cable"))
+            _settle(name, f"{subnet}{end + 1}", rate, bucket)
         with DelayingRelay(taps, delay_s):
             yield names
 
 
-def _tap_in(name: str) -> int:
-    """Make the device `cable` in a namespace; its other end."""
-    made: list[int] = []
-
-    def make() -> None:  # a thread may enter a namespace alone
-        with open(f"/run/netns/{name}") as there:
-            if ctypes.CDLL(None, use_errno=True).setns(there.fileno(), _CLONE_NEWNET) != 0:
-                raise OSError(ctypes.get_errno(), "setns")
-        end = os.open("/dev/net/tun", os.O_RDWR)
-        fcntl.ioctl(end, _TUNSETIFF, struct.pack("16sH22x", b"cable", _IFF_TAP | _IFF_NO_PI))
-        made.append(end)
-
-    thread = threading.Thread(target=make)
-    thread.start()
-    thread.join()
-    return made[0]
+def _tap() -> int:
+    """Make the device `cable`; its other end."""
+    end = os.open("/dev/net/tun", os.O_RDWR)
+    fcntl.ioctl(end, _TUNSETIFF, struct.pack("16sH22x", b"cable", _IFF_TAP | _IFF_NO_PI))
+    return end

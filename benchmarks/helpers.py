@@ -27,10 +27,11 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from cables import bytes_per_s, inside, places, run_ranks, switched_hosts
+from cables import inside, places, run_ranks, switched_hosts
 from manyhands.strategies.allreduce.helpers import helped, segments_for, split_load
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
 from manyhands.strategies.common.collectives.schedule_proof import cost
+from netlink import quantity
 
 RESULT = Path(__file__).parent / "results" / "helpers.json"
 WIDTH, LAYERS, BATCH, STEPS, WARM = 512, 4, 32, 9, 3
@@ -53,7 +54,7 @@ def ring_share(workers: int) -> float:
 
 def simulated(rate: str) -> list[dict[str, Any]]:
     """One all-reduce of 64 MiB in the model of ports, at the given rate and 50 µs a message."""
-    beta, rows = 1 / bytes_per_s(rate), []
+    beta, rows = 1 / quantity(rate), []
     for workers in LIVE:
         ring = cost(ALGORITHMS["ring"], workers, SIMULATED_BYTES, 4).time(ALPHA_S, beta, 0.0)
         for helpers in range(workers + 1):
@@ -164,7 +165,7 @@ def live(rate: str, rounds: int, cases: list[tuple[int, int]]) -> list[dict[str,
                 "helpers": helpers,
                 "formula_bytes": share * num_bytes,
                 "busiest_bytes": statistics.median(one["busiest"] for one in measured),
-                "formula_s": share * num_bytes / bytes_per_s(rate),
+                "formula_s": share * num_bytes / quantity(rate),
                 "step_s": statistics.median(one["step_s"] for one in measured),
                 "step_s_rounds": [one["step_s"] for one in measured],
                 "load_before": load,

@@ -32,7 +32,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
 from cables import (
-    bytes_per_s,
     cores_of,
     inside,
     on_the_cable,
@@ -40,12 +39,15 @@ from cables import (
     run_ranks,
     switched_hosts,
     two_namespaces,
+    why_no_namespaces,
 )
+from manyhands.strategies.allreduce.strategy import AllReduce
+from netlink import quantity
 
 RESULT = Path(__file__).parent / "results" / "hosts.json"
 WIDTH, LAYERS, WARM, START_S = 512, 16, 3, 15.0
 RATE, SUBNET = 1e-3, "10.231.79."
-ALONE, PEER, OURS = "alone", "ddp gloo", "allreduce"
+ALONE, PEER, OURS, ONE_LINK = "alone", "ddp gloo", "allreduce", "one link a pair"
 FRAMES = 1514 / 1448  # bytes on the cable for one of ours, in frames of 1,500 bytes with TCP and IPv4
 BOUNDS = {"communication": 0.25, "balanced": 1.0, "compute": 3.0}
 """By what a step is bound by: the time to compute, as a multiple of that of an all-reduce on the cable."""
@@ -61,6 +63,7 @@ class Job:
     rows: tuple[int, ...]  # a worker's; none: by `BOUNDS`
     ways: tuple[str, ...]
     rounds: int
+    cores: int  # of each host; 0: as many as there are for all of them
     until: float  # of `time.time`: nothing begins after that
 
     @property
@@ -68,8 +71,12 @@ class Job:
         return self.hosts * self.per_host
 
     @property
+    def name(self) -> str:
+        return f"{self.hosts}x{self.per_host} at {self.rate}"
+
+    @property
     def steps(self) -> int:
-        return WARM + {"1": 8, "10": 25}.get(self.rate, 40)
+        return WARM + {"1": 4}.get(self.rate, 15)
 
     @property
     def shape(self) -> str | None:
@@ -78,11 +85,11 @@ class Job:
 
     def cable_s(self, num_bytes: int) -> float:
         """How long the bytes of an all-reduce take that crosses each host's cable as seldom as possible."""
-        return 2 * (self.hosts - 1) / self.hosts * num_bytes / bytes_per_s(self.shape or "25gbit")
+        return 2 * (self.hosts - 1) / self.hosts * num_bytes / quantity(self.shape or "25gbit")
 
     def formula_bytes(self, way: str, num_bytes: int) -> float | None:
         """What one host sends in a step, by the way's formula; None where it has none here."""
-        if way in (PEER, ALONE) or way.startswith("ps"):
+        if way in (PEER, ALONE, ONE_LINK) or way.startswith("ps"):
             return None
         if "algorithm=ring" in way:  # one link of the ring leaves each host
             return 2 * (self.world - 1) / self.world * num_bytes
@@ -133,6 +140,8 @@ def perceptron(before_loss: Callable[[], None], batch: int) -> mh.Task:
 
 
 def train_ours(strategy: str, rows: int, job: Job, meter: Meter) -> list[float]:
+    AllReduce.streams = 1 if strategy == ONE_LINK else 2
+    strategy = OURS if strategy == ONE_LINK else strategy
     task = perceptron(meter.read, rows * job.world)
     options = mh.Options(insecure=True, progress="none")
     at = [row["at_s"] for row in mh.fit(task, strategy, steps=job.steps, options=options).history.steps]
@@ -191,7 +200,7 @@ def in_time(until: float) -> bool:
 def work(job: Job, port: int, result: Path) -> None:
     """One of the processes: every way in turn, a line for each."""
     rank = int(os.environ["RANK"])
-    cores = cores_of(rank // job.per_host, job.hosts)
+    cores = cores_of(rank // job.per_host, job.hosts)[: job.cores or None]
     os.sched_setaffinity(0, cores)
     threads = max(1, len(cores) // job.per_host)
     torch.set_num_threads(threads)
@@ -209,7 +218,7 @@ def work(job: Job, port: int, result: Path) -> None:
                 else:
                     took = train_ours(way, rows, job, meter)
                 if rank == job.world - 1:  # a worker in this process under every way
-                    line = {"bound": bound, "rows": rows, "way": way, "threads": threads}
+                    line = {"bound": bound, "rows": rows, "way": way, "threads": threads, "cores": len(cores)}
                     line |= {"step_s": statistics.median(took), "sent": meter.bytes_per_step(job.steps)}
                     line["outside_s"] = statistics.median(meter.outside_s[WARM:] or [0.0])
                     with result.open("a") as lines:
@@ -237,7 +246,7 @@ def measured(job: Job, port: int) -> Iterator[dict[str, Any]]:
         try:
             run_ranks(commands, environments, max(START_S, job.until - time.time()) + START_S)
         except SystemExit as error:
-            print(f"{job.hosts}x{job.per_host} at {job.rate}: {error}", flush=True)
+            print(f"{job.name}: {error}", flush=True)
         text = result.read_text() if result.exists() else ""
     lines = [json.loads(line) for line in text.splitlines()]
     for bound in dict.fromkeys(line["bound"] for line in lines):
@@ -264,6 +273,7 @@ def cell(
         "bound": lines[0]["bound"],
         "rows": lines[0]["rows"],
         "threads": lines[0]["threads"],
+        "cores_per_host": lines[0]["cores"],
         "gradient_bytes": num_bytes,
         "cable_s": job.cable_s(num_bytes) if shaped else None,
         # Nothing leaves before backward, nor does the optimizer step before all is there; and the last layer's bytes
@@ -305,8 +315,13 @@ def main() -> None:
     reader.add_argument("--hosts-workers", default="2x1,2x2,4x1", help="hosts x workers of each")
     reader.add_argument("--rates", default="1,10,25,loopback", help="in Gbit/s, or loopback: not shaped")
     reader.add_argument("--rows", default="", help="a worker's, instead of those by what a step is bound by")
-    reader.add_argument("--ways", default=OURS, help="strategies, separated by ; the first is compared")
+    reader.add_argument(
+        "--ways", default=OURS, help="strategies, separated by ; the first is compared, and `one link a pair`"
+    )
     reader.add_argument("--rounds", type=int, default=2)
+    reader.add_argument(
+        "--cores", type=int, default=0, help="of each host; by default all that there are for it"
+    )
     reader.add_argument("--minutes", type=float, default=8.0, help="nothing begins after that")
     reader.add_argument("--json", type=Path, default=RESULT)
     reader.add_argument("--work", nargs=3, metavar=("JOB", "PORT", "FILE"), help=argparse.SUPPRESS)
@@ -318,20 +333,27 @@ def main() -> None:
     rows = tuple(map(int, filter(None, asked.rows.split(","))))
     ways = tuple(way.strip() for way in asked.ways.split(";"))
     jobs = [
-        Job(*map(int, shape.split("x")), rate, rows, ways, asked.rounds, end)
+        Job(*map(int, shape.split("x")), rate, rows, ways, asked.rounds, asked.cores, end)
         for rate in reversed(asked.rates.split(","))
         for shape in asked.hosts_workers.split(",")
     ]
     cells: list[dict[str, Any]] = []
-    result = {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version()}
+    result: dict[str, Any] = {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version()}
     result |= {"torch": torch.__version__, "rounds": asked.rounds, "load_before": os.getloadavg()[0]}
+    if why := why_no_namespaces():
+        print(f"nothing can be measured here: {why}")
+        asked.json.write_text(json.dumps({**result, "refused": why, "cells": []}) + "\n")
+        return
     for number, job in enumerate(jobs):
         left = max(0.0, end - time.time() - START_S)
         limited = replace(job, until=time.time() + START_S + left / (len(jobs) - number))
-        for row in measured(limited, 29500 + 8 * number):
-            cells.append(row)
-            show(row)
-            asked.json.write_text(json.dumps({**result, "cells": cells}, indent=1) + "\n")
+        try:
+            for row in measured(limited, 29500 + 8 * number):
+                cells.append(row)
+                show(row)
+        except OSError as error:  # of the kernel, which was asked for hosts
+            print(f"{job.name}: {error}", flush=True)
+        asked.json.write_text(json.dumps({**result, "cells": cells}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -61,11 +61,16 @@ def _change(ends: list[dict[str, Any]], what: str) -> str:
 
 def hosts_speed() -> str:
     """A step between hosts beside its bound and DDP on Gloo, by machine; and the bytes of each way, by formula."""
-    names = [name for name in ("hosts", "hosts-16core") if (RESULTS / f"{name}.json").exists()]
+    names = [name for name in ("hosts-grid-16", "hosts") if (RESULTS / f"{name}.json").exists()]
     return "\n\n".join([*(_steps_table(load(name)) for name in names), _ways_table(load("hosts-ways"))])
 
 
+_ASKED_OVER_BOUND = {"1": 1.10, "10": 1.25}  # by Gbit/s
+_ASKED_OVER_PEER, _MATTERS = 1.2, 1.2
+
+
 def _steps_table(result: dict[str, Any]) -> str:
+    extra = [one["way"] for one in result["cells"][0]["ways"][3:]]  # beside alone, the peer and ours
     table = [
         [
             "hosts × workers, cable",
@@ -76,12 +81,18 @@ def _steps_table(result: dict[str, Any]) -> str:
             "a step",
             "÷ bound",
             "DDP ÷ ours",
+            *extra,
         ]
     ]
+    over_bound, over_peer = [], []
     for row in result["cells"]:
         ways = {one["way"]: one["step_s"] for one in row["ways"]}
         shaped = row["cable_s"] is not None
         cable = f"{row['rate']} Gbit/s" if shaped else "not held to a rate"
+        near = row["over_bound"] <= _ASKED_OVER_BOUND.get(row["rate"], float("inf"))
+        ahead = row["peer_over_ours"] >= _asked_of_peer(ways)
+        over_bound += [near] * (row["rate"] in _ASKED_OVER_BOUND)
+        over_peer.append(ahead)
         table.append(
             [
                 f"{row['hosts']} × {row['per_host']}, {cable}",
@@ -90,17 +101,31 @@ def _steps_table(result: dict[str, Any]) -> str:
                 _milliseconds(row["cable_s"]) if shaped else "–",
                 _milliseconds(row["in_order_s"]) if shaped else "–",
                 _milliseconds(ways["allreduce"]),
-                f"{row['over_bound']:.2f}",
-                f"{row['peer_over_ours']:.2f}",
+                _marked(row["over_bound"], near),
+                _marked(row["peer_over_ours"], ahead),
+                *(_milliseconds(ways[way]) for way in extra),
             ]
         )
     counts = [len(one["step_s_rounds"]) for row in result["cells"] for one in row["ways"]]
     rounds = " to ".join(map(str, sorted({min(counts), max(counts)})))
+    each = result["cells"][0].get("cores_per_host")
+    where = f"on hosts of {each} cores" if each else f"on {result['cores']} cores"
     about = (
-        f"`allreduce` on {result['cores']} cores, {result['cells'][0]['gradient_bytes'] / 1e6:.1f} MB of gradients of "
-        f"16 layers, medians of {rounds} rounds, load {result['load_before']:.1f} when it began."
+        f"`allreduce` {where}, {result['cells'][0]['gradient_bytes'] / 1e6:.1f} MB of gradients of "
+        f"16 layers, medians of {rounds} rounds, load {result['load_before']:.1f} when it began. Aims: ÷ bound at most "
+        f"1.10 at 1 Gbit/s and 1.25 at 10 ({sum(over_bound)} of {len(over_bound)}); DDP ÷ ours at least 1.2 where DDP "
+        f"takes 1.2 × computing or more, at least 1 elsewhere ({sum(over_peer)} of {len(over_peer)}). Misses have a ✗."
     )
     return f"{about}\n\n{markdown(table)}"
+
+
+def _asked_of_peer(ways: dict[str, float]) -> float:
+    """How many times as fast as DDP a step should be: more where communication matters."""
+    return _ASKED_OVER_PEER if ways["ddp gloo"] >= _MATTERS * ways["alone"] else 1.0
+
+
+def _marked(ratio: float, met: bool) -> str:
+    return f"{ratio:.2f}{'' if met else ' ✗'}"
 
 
 def _milliseconds(seconds: float) -> str:

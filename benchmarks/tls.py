@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cables import inside, namespaces_are_permitted, two_namespaces
+from cables import inside, two_namespaces, why_no_namespaces
 from manyhands.errors import format_bytes
 from manyhands.transport.certificates import make_certificates
 from tls_carriers import TIMEOUT_S, Carrier, OverSockets, Rendezvous, hold_to
@@ -174,8 +174,8 @@ def places(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]
     for name, rate in PACED.items():
         words = [*files, "--link-bytes-per-s", str(rate), "--paced"]
         yield {"place": name, "link_bytes_per_s": rate, **compare(options, words, here, "127.0.0.1")}
-    if not namespaces_are_permitted():
-        print("network namespaces are not permitted here: no cables")
+    if why := why_no_namespaces():
+        print(f"no cables here: {why}")
         return
     for name, (tc_rate, rate) in CABLES.items():
         words = [*files, "--link-bytes-per-s", str(rate)]

@@ -168,6 +168,8 @@ class Facts:
     kernels: tuple[str, ...] = ()
     # Whether the workers of one host exchange over links, besides the memory they share
     uses_links: bool = False
+    # How many links there are for each pair between hosts: with two, one is sent over while sums of the other are added
+    streams: int = 1
     # Under which name it is measured and remembered what its steps cost beside computing; empty: under its word
     cost_class: str = ""
     # What that is where it was never measured: between what 2 and 16 cores of x86-64 showed

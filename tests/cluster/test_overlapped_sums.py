@@ -37,15 +37,20 @@ def with_collectives(
     codec: str = "raw",
     timeout_s: float = 30.0,
     pair: Callable[[], tuple[Link, Link]] = TcpLink.pair,
+    more: int = 0,
 ) -> list[_T]:
-    ends = pair()
+    ends, *others = (pair() for _ in range(1 + more))
 
     def act(rank: int) -> _T:
         links: Mapping[int, Link] = {1 - rank: ends[rank]}
         make = partial(carrier, feedback=True, seed=3, rank=rank, world=WORLD)
         executor = ScheduleExecutor(ALGORITHMS["direct"], rank, WORLD, links, timeout_s, codec=make(codec))
         chooser = CodecChooser(codec, executor, make) if codec.startswith("auto") else None
-        collective = ScheduleCollective(executor, links, codec=codec, chooser=chooser)
+        turns = [
+            ScheduleExecutor(ALGORITHMS["direct"], rank, WORLD, {1 - rank: other[rank]}, timeout_s)
+            for other in others
+        ]
+        collective = ScheduleCollective(executor, links, codec=codec, chooser=chooser, more=turns)
         try:
             return work(collective)
         finally:
@@ -90,6 +95,41 @@ def test_the_bits_are_those_of_sums_after_backward(codec: str) -> None:
         assert all(torch.equal(one, other) for one, other in zip(found, after[0], strict=True))
 
 
+def test_buckets_over_several_links_have_the_same_bits_and_share_what_is_sent() -> None:
+    def work(collective: ScheduleCollective) -> tuple[list[torch.Tensor], list[int], int]:
+        found = sums(collective, steps=3, begins=True)
+        sent = [mailbox.bytes_sent for mailbox in collective.mailboxes]
+        return found, sent, collective.take_times().posts[1 - collective.rank].bytes_sent
+
+    [one] = [sent for _, sent, _ in with_collectives(work)[:1]]
+    for found, sent, told in with_collectives(work, more=1):
+        expected = with_collectives(partial(sums, steps=3, begins=False))[0]
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert sent == [
+            one[0] * 2 // 3,
+            one[0] // 3,
+        ]  # of three buckets the first and the last go over one link
+        assert told == sum(sent)
+
+
+def test_a_loss_over_either_link_ends_the_step() -> None:
+    def work(collective: ScheduleCollective) -> str:
+        collective.allocate(PARCELS)
+        collective.begin(0)
+        if collective.rank == 1:  # it sums what goes over the first link, and leaves
+            collective.launch(0)
+            collective._backgrounds[0].wait(1)
+            return ""
+        for number in range(3):
+            collective.launch(number)
+        with pytest.raises(WorkerFailed) as caught:
+            collective.finish()
+        return str(caught.value)
+
+    said = with_collectives(work, more=1)
+    assert "lost rank 1" in said[0]
+
+
 def test_a_bucket_is_summed_before_the_last_one_is_launched() -> None:
     def work(collective: ScheduleCollective) -> bool:
         buckets = collective.allocate(PARCELS)
@@ -97,7 +137,7 @@ def test_a_bucket_is_summed_before_the_last_one_is_launched() -> None:
         buckets[0].fill_(collective.rank + 1)
         collective.launch(0)
         came = comes_true(lambda: bool((buckets[0] == 3).all()))
-        assert comes_true(lambda: collective._background.is_idle)
+        assert comes_true(lambda: collective._backgrounds[0].is_idle)
         assert not collective.take_times().posts, "those of a step are told together, at its end"
         for number in (1, 2):
             buckets[number].fill_(1)
@@ -117,7 +157,7 @@ def test_without_begin_and_through_memory_everything_waits_for_finish() -> None:
             collective.begin(0)
         bucket.fill_(1)
         collective.launch(0)
-        stayed = collective._background._given == 0
+        stayed = collective._backgrounds[0]._given == 0
         collective.finish()
         return stayed and bool((bucket == 2).all())
 
@@ -132,11 +172,11 @@ def test_where_codecs_are_weighed_all_buckets_wait_for_it() -> None:
         for step in (2, 3):
             collective.begin(step)
             buckets[0].fill_(1)
-            before = collective._background._given
+            before = collective._backgrounds[0]._given
             collective.launch(0)
             if step == 2:
                 assert comes_true(lambda: bool((buckets[0] == 2).all()))
-            left.append(collective._background._given - before)
+            left.append(collective._backgrounds[0]._given - before)
             for number in (1, 2):
                 collective.launch(number)
             collective.finish()
@@ -236,7 +276,7 @@ def test_closing_in_the_middle_of_a_sum_ends_it() -> None:
             return
         collective.launch(0)
         assert comes_true(lambda: collective.traffic().messages_sent > 0)
-        thread = collective._background._thread
+        thread = collective._backgrounds[0]._thread
         assert thread is not None
         assert thread.is_alive()
         collective.close()

@@ -7,11 +7,24 @@ from manyhands.wire.flat_layout import lay_out
 MIB = 1 << 20
 
 
-def test_reverse_order_small_first_bucket_then_the_cap() -> None:
+def test_reverse_order_doubled_from_a_small_bucket_to_the_cap_and_small_again() -> None:
     quarter = MIB // 4  # float32 items: one MiB each
-    layout = lay_out([(quarter, torch.float32)] * 7, cap_bytes=3 * MIB)
-    assert [[slot.parameter for slot in bucket.slots] for bucket in layout] == [[6], [5, 4, 3], [2, 1, 0]]
-    assert [bucket.count for bucket in layout] == [quarter, 3 * quarter, 3 * quarter]
+    layout = lay_out([(quarter, torch.float32)] * 12, cap_bytes=3 * MIB)
+    expected = [[11], [10, 9], [8, 7, 6], [5, 4, 3], [2], [1, 0]]
+    assert [[slot.parameter for slot in bucket.slots] for bucket in layout] == expected
+    assert [bucket.count for bucket in layout] == [len(bucket) * quarter for bucket in expected]
+
+
+def test_the_first_layer_is_alone_in_the_last_bucket() -> None:
+    """Backward reaches its weight and its bias together, so they leave together."""
+    layer = [(512 * 512, torch.float32), (512, torch.float32)]
+    layout = lay_out(layer * 16, cap_bytes=4 * MIB)
+    assert [len(bucket.slots) // 2 for bucket in layout] == [1, 2, 4, 4, 4, 1]
+    assert sorted(slot.parameter for slot in layout[-1].slots) == [0, 1]
+
+
+def test_a_small_model_is_one_bucket() -> None:
+    assert len(lay_out([(1000, torch.float32)] * 9, cap_bytes=4 * MIB)) == 1
 
 
 def test_one_dtype_per_bucket() -> None:

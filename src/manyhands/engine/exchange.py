@@ -309,6 +309,8 @@ class Resources:
     group: Callable[[], SharedGroup]
     # A link to each of the others; only where the strategy `uses_links`, or there are several hosts
     links: Callable[[], Mapping[int, Link]]
+    # As many more such links as the strategy has a use for between hosts (`Facts.streams`)
+    more_links: Sequence[Mapping[int, Link]] = ()
     # Memory that those of this worker's host share, by their places in it, where there are several hosts
     host_group: Callable[[], SharedGroup] = _apart
     seed: int = 0  # of the run

@@ -371,8 +371,9 @@ def connect_worker(
         )
         alarm, several = Alarm(), len(rendezvous.hosts) > 1
         helpers = strategy.processes(1).get("helper", 0)
-        links: dict[int, Link] = {}
-        stack.push(partial(_let_go, links))
+        several_links: list[dict[int, Link]] = [{} for _ in range(strategy.facts.streams if several else 1)]
+        for links in several_links:
+            stack.push(partial(_let_go, links))
         files: SharedGroupFiles | None = None
         group: Callable[[], SharedGroup] = no_group
 
@@ -381,7 +382,8 @@ def connect_worker(
             if lost is not None:
                 raise WorkerFailed(lost[1], lost[0])
 
-        _open_links(links, party, store, strategy, rendezvous, timeout_s)
+        for number, links in enumerate(several_links):
+            _open_links(links, party, store, strategy, rendezvous, timeout_s, f"link {number}")
         if not helpers:  # the members of the group
             files = stack.enter_context(share_group_files(rendezvous, "gradients", timeout_s))
             group = partial(attach_group, files, rendezvous, timeout_s)
@@ -393,7 +395,8 @@ def connect_worker(
             group=no_group if several else group,
             host_group=group,
             shares_memory=files is not None and not several,
-            links=lambda: links,
+            links=lambda: several_links[0],
+            more_links=several_links[1:],
             seed=seed,
             device=device_of(device, rendezvous.local_rank),
             hosts=rendezvous.hosts if several else (),
@@ -420,6 +423,7 @@ def _open_links(
     strategy: Strategy,
     rendezvous: Rendezvous,
     timeout_s: float,
+    purpose: str,
 ) -> None:
     """Collective: add the links that this worker needs; the caller closes those that are there if one fails.
 
@@ -434,7 +438,7 @@ def _open_links(
             store.add("refused", 1)
             comes_true(lambda: int(store.get("refused")) >= rendezvous.world, _ALL_MET_S)
             raise
-        links.update(share_links(rendezvous, timeout_s))
+        links.update(share_links(rendezvous, timeout_s, purpose=purpose))
         links.update(
             open_links(
                 rendezvous.rank,
@@ -444,10 +448,11 @@ def _open_links(
                 token=party.token,
                 security=party.security,
                 timeout_s=timeout_s,
+                purpose=purpose,
             )
         )
     elif strategy.facts.uses_links:
-        links.update(share_links(rendezvous, timeout_s, network=strategy.uses_network))
+        links.update(share_links(rendezvous, timeout_s, network=strategy.uses_network, purpose=purpose))
 
 
 def _let_go(links: Mapping[int, Link], kind: type[BaseException] | None, *_: object) -> None:

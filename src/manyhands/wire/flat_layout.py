@@ -2,15 +2,18 @@
 
 A bucket holds tensors of one type, one after the other, each from a line of its own on; what is filled first travels
 first. Gradients go into buckets as in DistributedDataParallel (Li et al., VLDB 2020): reverse registration order, a
-small first bucket so that the exchange starts early, then buckets up to a cap. Pure: the same tensors give the same
-layout on every worker.
+small first bucket so that the exchange starts early, then buckets up to a cap. Unlike there, they grow to the cap by
+doubling, so that the next is full before the last has been exchanged, and what backward reaches last is small again,
+since nothing hides its exchange. Pure: the same tensors give the same layout on every worker.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -75,13 +78,18 @@ def lay_out(
     closed: list[BucketLayout] = []
     still_open: dict[torch.dtype, list[tuple[int, int]]] = {}
     open_counts: Counter[torch.dtype] = Counter()
+    first_bytes = min(first_bytes, cap_bytes)
+    up_to = [*accumulate(count * dtype.itemsize for count, dtype in parameters)]
+    last = bisect_right(up_to, 2 * first_bytes)  # so many parameters are in the last buckets
+    most_bytes = first_bytes
     for number in reversed(range(len(parameters))):
         count, dtype = parameters[number]
         still_open.setdefault(dtype, []).append((number, count))
         open_counts[dtype] += padded(count, dtype)
-        if open_counts[dtype] * dtype.itemsize >= (cap_bytes if closed else min(first_bytes, cap_bytes)):
+        if open_counts[dtype] * dtype.itemsize >= (first_bytes if number == last else most_bytes):
             closed.append(bucket_of(dtype, still_open.pop(dtype)))
             del open_counts[dtype]
+            most_bytes = min(cap_bytes, 2 * most_bytes)
     return (*closed, *(bucket_of(dtype, tensors) for dtype, tensors in still_open.items()))
 
 

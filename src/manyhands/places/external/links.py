@@ -64,11 +64,12 @@ def open_links(
     security: Security,
     timeout_s: float,
     name_of: Callable[[int], str] = lambda rank: f"rank {rank}",
+    purpose: str = "link",
 ) -> dict[int, TcpLink]:
     """Collective among workers of several hosts: open a link to each rank of `far`, the ranks on other hosts.
 
-    Other hosts reach this worker at `address`. PeerTimeout names the ranks that did not connect, ManyhandsError
-    those that could not be trusted.
+    Several such links of one run have each a `purpose` of their own. Other hosts reach this worker at `address`.
+    PeerTimeout names the ranks that did not connect, ManyhandsError those that could not be trusted.
     """
     security.check_address(address)
     deadline = time.monotonic() + timeout_s
@@ -76,7 +77,7 @@ def open_links(
     @cache
     def addresses() -> dict[int, str]:
         lower = [peer for peer in far if peer < rank]
-        keys = [f"link/{peer}" for peer in lower]
+        keys = [f"{purpose}/{peer}" for peer in lower]
         _wait_for(store, keys, deadline)
         return dict(zip(lower, (text.decode() for text in store.multi_get(keys)), strict=True))
 
@@ -86,7 +87,7 @@ def open_links(
     except OSError as error:
         raise ManyhandsError(f"rank {rank} cannot listen at {address}: {error}") from error
     with listener:
-        store.set(f"link/{rank}", f"{address}:{listener.getsockname()[1]}")
+        store.set(f"{purpose}/{rank}", f"{address}:{listener.getsockname()[1]}")
         return connect_all(
             rank,
             dict.fromkeys(far, security),
@@ -267,7 +268,9 @@ def share_group_files(rendezvous: Rendezvous, purpose: str, timeout_s: float) ->
     return SharedGroupFiles(Segment.attach(control), arena, world)
 
 
-def share_links(rendezvous: Rendezvous, timeout_s: float, *, network: bool = False) -> Mapping[int, Link]:
+def share_links(
+    rendezvous: Rendezvous, timeout_s: float, *, network: bool = False, purpose: str = "link"
+) -> Mapping[int, Link]:
     """Collective: a link to every other worker of this host, by rank; over loopback if a `network` is requested."""
     places = range(len(rendezvous.here))
     kind = mesh_kind(network=network)
@@ -280,7 +283,7 @@ def share_links(rendezvous: Rendezvous, timeout_s: float, *, network: bool = Fal
                 for place in places
             ]
 
-        descriptors = rendezvous.share("links", make, timeout_s)
+        descriptors = rendezvous.share(purpose, make, timeout_s)
     peers = [rank for rank in rendezvous.here if rank != rendezvous.rank]
     width = len(kind.parts)
     ends = [descriptors[begin : begin + width] for begin in range(0, len(descriptors), width)]

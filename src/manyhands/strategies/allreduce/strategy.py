@@ -61,6 +61,7 @@ class AllReduce(Strategy):
         ],
         "buckets": lambda _: [size * MIB // 4 for size in (1, 4, 16, 100)],
     }
+    streams: ClassVar[int] = 2
     algorithm: str = setting("direct", str)
     """How gradients are summed: `direct` in shared memory, or a schedule over links such as `ring`."""
     buckets: int = buckets_setting()
@@ -269,6 +270,7 @@ class AllReduce(Strategy):
             leaves_steps_out=not self.elastic,
             keeps_gradients=True,  # in buckets
             uses_links=self._uses_links,
+            streams=1 if what or self.codec != RAW else self.streams,
             cost_class="allreduce by links" if self._uses_links else "mirrored",
             usual_costs=StepCosts(byte_s=1.5e-10),
             kernels=() if rounds_hops(self.codec) else ("codecs",),

@@ -58,7 +58,7 @@ class Mailbox:
         if not timeout_s > 0:
             raise UserError(f"timeout_s={timeout_s}: must be above 0")
         self.messages_sent = self.bytes_sent = 0
-        self._rank, self._links, self._timeout_s = rank, links, timeout_s
+        self._rank, self.links, self._timeout_s = rank, links, timeout_s
         self._alarm, self._roles = alarm, roles
         self._slice_s = LONG_WAIT_S if alarm is None else _ALARM_SLICE_S
         self._posts: defaultdict[int, PeerTraffic] = defaultdict(PeerTraffic)
@@ -111,7 +111,7 @@ class Mailbox:
     def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> bool:
         """Send a tensor to each of some peers and fill one from each of some, all at once; False where links cannot."""
         messages = {peer: self._message(payload) for peer, payload in sends.items()}
-        exchange = SharedExchange.begin(self._links, messages, receives)
+        exchange = SharedExchange.begin(self.links, messages, receives)
         if exchange is None:
             return False
         for peer, message in messages.items():
@@ -227,10 +227,10 @@ class Mailbox:
         post.bytes_sent += num_bytes
 
     def _link(self, peer: int) -> Link:
-        if peer not in self._links:
-            there = sorted(map(self._role, self._links))
+        if peer not in self.links:
+            there = sorted(map(self._role, self.links))
             raise UserError(f"{self._where()}: no link to rank {self._role(peer)}, only to {there}")
-        return self._links[peer]
+        return self.links[peer]
 
     def _late(self, peer: int, what: str) -> NoReturn:
         role = self._role(peer)

@@ -254,6 +254,9 @@ class ScheduleCollective(Collective):
     `arrive`, if given, waits until every worker has arrived and returns the nanoseconds waited for each: it separates
     lateness from the exchange itself. `codec` names what the executor encodes with; a `chooser` changes it during the
     run. Owns the links.
+
+    With `more` executors, each over links of its own, buckets take turns: while what has come of one is added, another
+    is on the cable.
     """
 
     sums_rows = True
@@ -266,6 +269,7 @@ class ScheduleCollective(Collective):
         codec: str = RAW,
         chooser: CodecChooser | None = None,
         background: Background | None = None,
+        more: Sequence[ScheduleExecutor] = (),
     ) -> None:
         self.rank, self.world, self.codec = executor.rank, executor.world, codec
         self.executor, self._links = executor, links
@@ -274,10 +278,12 @@ class ScheduleCollective(Collective):
         self._buckets: list[torch.Tensor] = []
         self._launched: list[int] = []
         self._waits: dict[int, int] = {}
-        self._background = background or Background("manyhands sums of buckets")
+        self._executors = (executor, *more)
+        first = background or Background("manyhands sums of buckets")
+        self._backgrounds = (first, *(Background("manyhands sums of buckets") for _ in more))
         self._begun = self._leaves_early = False
-        self._last_given = 0
-        self.mailboxes = [executor.mailbox]  # that count what is sent
+        self._last_given = [0] * len(self._executors)
+        self.mailboxes = [one.mailbox for one in self._executors]  # that count what is sent
 
     @property
     def wire(self) -> int:  # type: ignore[override]
@@ -301,7 +307,7 @@ class ScheduleCollective(Collective):
 
     def of_words(self) -> ScheduleCollective:
         """Return another collective over the same links, for small exact values."""
-        return ScheduleCollective(self.executor, self._links, background=self._background)
+        return ScheduleCollective(self.executor, self._links, background=self._backgrounds[0])
 
     def memory(self) -> dict[str, torch.Tensor]:
         return (self._chooser or self.executor).memory()
@@ -321,7 +327,8 @@ class ScheduleCollective(Collective):
 
     def launch(self, index: int) -> None:
         if self._leaves_early:
-            self._last_given = self._background.give(partial(self._sum, [index]))
+            turn = index % len(self._executors)
+            self._last_given[turn] = self._backgrounds[turn].give(partial(self._sum, [index]))
         else:
             self._launched.append(index)
 
@@ -332,7 +339,8 @@ class ScheduleCollective(Collective):
                 self._waits[peer] = self._waits.get(peer, 0) + waited
         if self._leaves_early:
             self._leaves_early = False
-            self._background.wait(self._last_given)
+            for background, number in zip(self._backgrounds, self._last_given, strict=True):
+                background.wait(number)
             return
         launched, self._launched = self._launched, []
         if self._chooser is not None:
@@ -344,7 +352,8 @@ class ScheduleCollective(Collective):
 
     def _sum(self, launched: Sequence[int]) -> None:
         for index in launched:
-            self.executor.all_reduce(self._buckets[index], parcel=self._parcels[index])
+            executor = self._executors[index % len(self._executors)]
+            executor.all_reduce(self._buckets[index], parcel=self._parcels[index])
 
     def broadcast(self, index: int, root: int = 0) -> None:
         self.executor.broadcast(self._buckets[index], root)
@@ -352,7 +361,9 @@ class ScheduleCollective(Collective):
     def take_times(self) -> Times:
         waits, self._waits = self._waits, {}
         posts: dict[int, PeerTraffic] = {}
-        if not self._begun and self._background.is_idle:  # a step's traffic is reported together
+        if not self._begun and all(
+            one.is_idle for one in self._backgrounds
+        ):  # a step's traffic is reported together
             for peer, post in (pair for one in self.mailboxes for pair in one.take_traffic().items()):
                 posts.setdefault(peer, PeerTraffic()).add(post)
         return Times(wait_ns=waits, posts=posts)
@@ -361,7 +372,8 @@ class ScheduleCollective(Collective):
         return sum((one.traffic() for one in self.mailboxes), Traffic())
 
     def close(self) -> None:
-        self._background.close(partial(close_links, self._links))
+        for background, executor in zip(self._backgrounds, self._executors, strict=True):
+            background.close(partial(close_links, executor.mailbox.links))
 
 
 def close_links(links: Mapping[int, Link]) -> None:
@@ -406,4 +418,8 @@ def over_links(
     )
     auto = auto_error(codec) is not None
     chooser = CodecChooser(codec, executor, partial(make, feedback=True)) if auto else None
-    return ScheduleCollective(executor, links, arrive, codec, chooser)
+    more = [
+        ScheduleExecutor(algorithm, rank, world, others, resources.timeout_s, resources.alarm)
+        for others in resources.more_links
+    ]
+    return ScheduleCollective(executor, links, arrive, codec, chooser, more=more)
