@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -97,6 +98,7 @@ def sample_factory(environments: int, length: int, seconds: float) -> None:
                 runner._should_end_training = lambda: True
 
     register_env("CartPole-v1", make_single)
+    workers = min(len(os.sched_getaffinity(0)), environments // 2)  # each with two halves that take turns
     with tempfile.TemporaryDirectory() as folder:
         given = [
             "--env=CartPole-v1",
@@ -104,8 +106,8 @@ def sample_factory(environments: int, length: int, seconds: float) -> None:
             "--device=cpu",
             f"--train_dir={folder}",
             "--experiment=speed",
-            "--num_workers=2",
-            f"--num_envs_per_worker={environments // 2}",
+            f"--num_workers={workers}",
+            f"--num_envs_per_worker={environments // workers}",
             "--worker_num_splits=2",
             f"--rollout={length}",
             f"--batch_size={environments * length}",

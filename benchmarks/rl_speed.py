@@ -3,14 +3,16 @@
     python benchmarks/rl_speed.py simulation [--json FILE]
     python benchmarks/rl_speed.py learning --sb3 PYTHON --sample-factory PYTHON [--rounds 1] [--json FILE]
     python benchmarks/rl_speed.py learning --only IMPALA --observations images --device cuda [--json FILE]
+    python benchmarks/rl_speed.py both --only IMPALA --observations pong --environments 128 --device cuda [--json FILE]
 
 A frame is one step of one environment. *Simulation* takes random actions, in one process: our environments, those of
 gymnasium as a vector, and a loop over gymnasium.make. *Learning* is the rate of frames that were learned from, without
 the start: 64 environments, 20 steps of each in a batch, separate networks of 64-64 tanh for policy and value, one
 update a batch, for PPO four passes over four parts. IMPALA has about one actor a core, which computes its actions or
 has them from central inference; `--device` is where ours learn, and infer centrally. `--observations images` is an
-environment that shows stored images (4, 84, 84) and costs next to nothing, with IMPALA's shallow network. Contenders
-take turns within a round; the median over rounds counts. Each is a process of its own and uses the cores as it does by
+environment that shows stored images (4, 84, 84) and costs next to nothing, with IMPALA's shallow network; `pong` is the
+game, whose simulation is ale-py's own vector of games with a thread a core. Contenders take turns within a round; the
+median over rounds counts. Each is a process of its own and uses the cores as it does by
 default. `--json FILE` adds the rounds to those of the file. PYTHON is of a virtual environment with the peer, see
 `rl_peers.py`; what is not named is left out.
 """
@@ -39,14 +41,20 @@ import manyhands as mh
 from manyhands.workloads.rl.environments import open_environments
 
 RESULTS = Path(__file__).resolve().parent / "results" / "rl-speed.json"
-ENVIRONMENTS, LENGTH = 64, 20
+LENGTH = 20
+PONG = "ALE/Pong-v5"
 COUNTS = (8, 64, 256)
 SETTLING = 0.2  # of the steps, which do not count
-ACTORS = 1 << min(16, len(os.sched_getaffinity(0))).bit_length() - 1
+CORES = len(os.sched_getaffinity(0))
+ACTORS = 1 << min(16, CORES).bit_length() - 1
 OURS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "ours, A2C, single": (mh.rl.A2C(), "single", 1, {}),
-    "ours, A2C, 2 workers": (mh.rl.A2C(), "mirrored", 2, {}),
-    "ours, PPO, 2 workers": (mh.rl.PPO(), "mirrored", 2, {}),
+    **{
+        f"ours, {name}, {workers} workers": (algorithm, "mirrored", workers, {})
+        for name, algorithm in (("A2C", mh.rl.A2C()), ("PPO", mh.rl.PPO()))
+        for workers in (2, 4, 8)
+        if workers <= CORES
+    },
     "ours, IMPALA": (mh.rl.Impala(), "single", 1, {"actors": ACTORS}),
     "ours, IMPALA, central inference": (
         *(mh.rl.Impala(), "single", 1),
@@ -54,7 +62,7 @@ OURS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     ),
 }
 PEERS = ("sb3-a2c", "sb3-ppo", "sample-factory")
-DEADLINE_S = 100
+DEADLINE_S = 90
 
 Step = Callable[[np.ndarray], Any]
 
@@ -84,6 +92,14 @@ def looped(count: int) -> Step:
                 environment.reset()
 
     return step
+
+
+def simulated_games(count: int, seconds: float) -> float:
+    import ale_py  # noqa: F401 - it tells gymnasium of its games
+
+    games = gymnasium.make_vec(PONG, count, vectorization_mode="vector_entry_point", num_threads=CORES)
+    games.reset(seed=0)
+    return rate_of(games.step, count, seconds)
 
 
 def simulated(count: int, seconds: float) -> dict[str, float]:
@@ -117,60 +133,96 @@ class Images:
     def close(self) -> None: ...
 
 
-def learned(name: str, frames: int, observations: str, device: str) -> dict[str, float]:
+def learned(name: str, frames: int, environments: int, observations: str, device: str) -> dict[str, float]:
     """One of ours, in this process."""
     algorithm, strategy, workers, actors = OURS[name]
-    images = observations == "images"
+    images = observations != "numbers"
+    environment = {"numbers": "CartPole-v1", "images": Images, "pong": PONG}[observations]
     task = mh.rl.task(
         policy=partial(mh.rl.ActorCritic, *(((4, 84, 84), 6) if images else ((4,), 2))),
         algorithm=algorithm,
-        environment=Images if images else "CartPole-v1",
-        environments=ENVIRONMENTS,
+        environment=environment,
+        environments=environments,
         length=LENGTH,
         episodes=1,
         **actors,
     )
     updates = algorithm.updates
-    batches = frames // (ENVIRONMENTS * LENGTH)
-    run = mh.fit(task, strategy, workers=workers, steps=batches * updates, device=device)
+    batches = frames // (environments * LENGTH)
+    run = mh.fit(
+        *(task, strategy),
+        workers=workers,
+        steps=batches * updates,
+        device=device,
+        options=mh.Options(progress="none", allow_overload=True, compile=False),
+    )
     rows = run.history.steps
     first = int(len(rows) * SETTLING) // updates * updates
-    counted = (len(rows) - first) // updates * ENVIRONMENTS * LENGTH
+    counted = (len(rows) - first) // updates * environments * LENGTH
     seconds = rows[-1]["at_s"] - rows[first - 1]["at_s"]
     return {"frames": counted, "seconds": seconds, "rate": counted / seconds}
 
 
-def asked(command: list[str]) -> float:
-    """The rate that a contender's process prints in its last line."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+def asked(command: list[str]) -> float | None:
+    """The rate that a contender's process prints in its last line; None where it has none in time."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    except subprocess.TimeoutExpired:
+        print(f"{' '.join(command)} took more than {DEADLINE_S} s", flush=True)
+        return None
     lines = [one for one in done.stdout.splitlines() if one.startswith('{"frames"')]
     if done.returncode or not lines:
-        sys.exit(f"{' '.join(command)} failed: {done.stderr[-2000:]}")
+        print(f"{' '.join(command)} failed: {done.stderr[-2000:]}", flush=True)
+        return None
     return float(json.loads(lines[-1])["rate"])
 
 
 def learning_rounds(args: argparse.Namespace, result: dict[str, Any]) -> None:
     here = Path(__file__).resolve()
     pythons = {"sb3-a2c": args.sb3, "sb3-ppo": args.sb3, "sample-factory": args.sample_factory}
+    given = [
+        "--environments",
+        str(args.environments),
+        "--length",
+        str(LENGTH),
+        "--seconds",
+        str(args.seconds),
+    ]
     commands = {
-        name: [
-            *(sys.executable, str(here), "one", "--name", name, "--frames", str(args.frames)),
-            *("--observations", args.observations, "--device", args.device),
-        ]
-        for name in OURS
-        if args.only in name
+        peer: [pythons[peer], str(here.with_name("rl_peers.py")), peer, *given]
+        for peer in PEERS
+        if pythons[peer]
     }
-    given = ["--environments", str(ENVIRONMENTS), "--length", str(LENGTH), "--seconds", str(args.seconds)]
-    for peer in PEERS:
-        if pythons[peer]:
-            commands[peer] = [pythons[peer], str(here.with_name("rl_peers.py")), peer, *given]
+    for name in OURS:
+        if args.only in name:
+            commands[name] = [
+                *(sys.executable, str(here), "one", "--name", name, "--frames", str(args.frames)),
+                *("--environments", str(args.environments)),
+                *("--observations", args.observations, "--device", args.device),
+            ]
     for _ in range(args.rounds):
         # those with the fewest rounds first, so that a measurement that was ended early can be continued
         for name in sorted(commands, key=lambda one: len(result["learning"].get(one, []))):
-            rate = asked(commands[name])
+            if time.monotonic() > args.end or (rate := asked(commands[name])) is None:
+                continue
             result["learning"].setdefault(name, []).append(rate)
             keep(args.json, result)
             print(f"{name}: {rate:,.0f} frames/s", flush=True)
+
+
+def simulation_rounds(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    for _ in range(args.rounds):
+        for count in [args.environments] if args.observations == "pong" else COUNTS:
+            kept = result["simulation"].setdefault(str(count), {})
+            if args.observations == "pong":
+                found = {"ale-py": simulated_games(count, args.seconds)}
+            else:
+                found = simulated(count, args.seconds)
+            for name, rate in found.items():
+                kept.setdefault(name, []).append(rate)
+    for count, found in result["simulation"].items():
+        shown = ", ".join(f"{name} {statistics.median(rates):,.0f}" for name, rates in found.items())
+        print(f"{count} environments: {shown} frames/s", flush=True)
 
 
 def keep(path: Path | None, result: dict[str, Any]) -> None:
@@ -180,49 +232,46 @@ def keep(path: Path | None, result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=["simulation", "learning", "one"])
+    parser.add_argument("what", choices=["simulation", "learning", "both", "one"])
     parser.add_argument("--name", choices=list(OURS))
     parser.add_argument("--frames", type=int, default=500_000, help="that ours learn from")
     parser.add_argument("--only", default="", help="those of ours whose names have this")
-    parser.add_argument("--observations", choices=["numbers", "images"], default="numbers")
+    parser.add_argument("--environments", type=int, default=64)
+    parser.add_argument("--observations", choices=["numbers", "images", "pong"], default="numbers")
     parser.add_argument("--device", default="cpu", help="where ours learn: cpu or cuda")
     parser.add_argument(
         "--seconds", type=float, default=8, help="that a peer learns, or an environment steps"
     )
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=20, help="begin no measurement after so long")
     parser.add_argument("--sb3", metavar="PYTHON")
     parser.add_argument("--sample-factory", metavar="PYTHON")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.what == "one":
-        print(json.dumps(learned(args.name, args.frames, args.observations, args.device)))
+        found = learned(args.name, args.frames, args.environments, args.observations, args.device)
+        print(json.dumps(found))
         return
+    args.end = time.monotonic() + 60 * args.minutes
     result: dict[str, Any] = {"simulation": {}, "learning": {}}
     if args.json and args.json.exists():
         result = json.loads(args.json.read_text())
     result |= {
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": CORES,
         "machine": platform.machine(),
         "torch": torch.__version__,
         "gymnasium": gymnasium.__version__,
-        "environments": ENVIRONMENTS,
+        "environments": args.environments,
         "length": LENGTH,
         "actors": ACTORS,
         "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
         "observations": args.observations,
     }
-    if args.what == "learning":
-        learning_rounds(args, result)
-    else:
-        for _ in range(args.rounds):
-            for count in COUNTS:
-                kept = result["simulation"].setdefault(str(count), {})
-                for name, rate in simulated(count, args.seconds).items():
-                    kept.setdefault(name, []).append(rate)
-        for count, found in result["simulation"].items():
-            shown = ", ".join(f"{name} {statistics.median(rates):,.0f}" for name, rates in found.items())
-            print(f"{count} environments: {shown} frames/s")
+    if args.what != "learning":
+        simulation_rounds(args, result)
         keep(args.json, result)
+    if args.what != "simulation":
+        learning_rounds(args, result)
 
 
 if __name__ == "__main__":
