@@ -9,11 +9,12 @@ import pytest
 
 from commands import run_command
 from manyhands.cli.command_process import child_command
-from manyhands.lab.faults.fault_costs import FAULTS, fault_cost
+from manyhands.lab.faults.blows import why_not
+from manyhands.lab.faults.fault_costs import FAULTS, PAUSE_S, fault_cost
 from manyhands.lab.faults.struck_run import RunAsked, strike, undisturbed
 from manyhands.lab.sweep.run_sweep import usable_cores
 
-WORKER, SERVER, *_ = FAULTS
+WORKER, SERVER, *_, CUT, FULL = FAULTS
 
 
 def asked(out: Path, strategy: str, steps: int = 120) -> RunAsked:
@@ -55,9 +56,14 @@ def test_the_command(
     assert run_command(monkeypatch, *words, "--json", "f.json", "--out", "runs") == 0, capfd.readouterr().err
     printed = capfd.readouterr()
     assert "ended, resumed" in printed.out
-    assert "run 2 of 2 · single, all killed" in printed.err
+    assert "run 2 of 3 · single, all killed" in printed.err
     found = json.loads((tmp_path / "f.json").read_text())
-    (row,) = found["rows"]
+    row, full = found["rows"]
+    assert full["fault"] == FULL.name
+    assert full["went_on"] if not full["skipped"] else why_not(FULL.kind)
+    (alone,) = found["alone"]["strategies"]
+    assert (alone["runs"], alone["bytes_per_step"]["median"]) == (1, 0)
+    assert found["ease"]["single"]["processes"] == {"worker": 1}
     assert (row["strategy"], row["fault"], row["went_on"], row["problem"]) == (
         "single",
         "all killed",
@@ -71,3 +77,53 @@ def test_the_command(
 
     assert run_command(monkeypatch, *words, "--price", "worker=1") == 2
     assert "--price does not go with --faults" in capfd.readouterr().err
+
+
+@pytest.mark.skipif(bool(why_not(CUT.kind)), reason=why_not(CUT.kind))
+def test_a_cut_link_is_waited_for(tmp_path: Path) -> None:
+    """Nothing tells either end, so that nothing comes for as long as the cut lasts; then the kernel sends again."""
+    alone = undisturbed(asked(tmp_path / "alone", "allreduce link=tcp"))
+    cost = fault_cost(CUT, strike(asked(tmp_path / "cut", "allreduce link=tcp"), CUT, 40), alone.final)
+    assert cost.went_on, cost.sentence
+    assert cost.still_s is not None
+    assert cost.still_s > PAUSE_S - 1
+    assert cost.changes["evaluation_loss"] == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.skipif(bool(why_not(FULL.kind)), reason=why_not(FULL.kind))
+def test_a_full_disk_ends_no_run(tmp_path: Path) -> None:
+    alone = undisturbed(asked(tmp_path / "alone", "mirrored", 400))
+    cost = fault_cost(FULL, strike(asked(tmp_path / "full", "mirrored", 400), FULL, 40), alone.final)
+    assert cost.went_on, cost.sentence
+    assert "No space left" in (tmp_path / "full.log").read_text()
+    assert cost.changes["evaluation_loss"] == pytest.approx(0.0, abs=1e-12)
+    assert not any((tmp_path / "full").iterdir()), "the small disk is gone"
+
+
+def test_workers_come_and_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "compare",
+        "digits",
+        "--elastic",
+        "--strategies",
+        "single; allreduce elastic=yes",
+        "--steps",
+        "600",
+    ]
+    assert run_command(monkeypatch, *words, "--json", "f.json", "--out", "runs") == 0, capfd.readouterr().err
+    printed = " ".join(capfd.readouterr().out.split())
+    assert "No elasticity is promised by single." in printed
+    assert "Workers joined and left allreduce elastic=yes." in printed
+    single, elastic = json.loads((tmp_path / "f.json").read_text())["elastic"]
+    assert (single["promised"], single["problem"]) == ("no", "")
+    assert elastic["went_on"]
+    assert elastic["computes_s"] > 0
+    assert all(one > 0 for one in elastic["each"])
+    run = tmp_path / "runs/02-allreduce-1"
+    membership = json.loads((run / "elastic/summary.json").read_text())["membership"]
+    assert (membership["joined"], membership["lost"]) == (1, 0)
+    rows = [json.loads(line) for line in (run / "elastic/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 601)), "every step, and each once"

@@ -16,7 +16,7 @@ from manyhands.lab.faults.fault_costs import (
     faults_of,
 )
 
-WORKER, SERVER, ALL, STOPPED, SLOWER = FAULTS
+WORKER, SERVER, ALL, STOPPED, SLOWER, CUT, FULL = FAULTS
 
 
 def steps(first_s: float, each_s: float, *numbers: int) -> list[StepSeen]:
@@ -28,9 +28,10 @@ def names(strategy: str, workers: int) -> list[str]:
 
 
 def test_faults_are_those_that_a_strategy_can_meet() -> None:
-    assert names("single", 1) == [ALL.name]
-    assert names("mirrored", 2) == [WORKER.name, ALL.name, STOPPED.name, SLOWER.name]
-    assert names("ps", 2) == [fault.name for fault in FAULTS]
+    assert names("single", 1) == [ALL.name, FULL.name]
+    assert names("mirrored", 2) == [WORKER.name, ALL.name, STOPPED.name, SLOWER.name, FULL.name]
+    assert names("ps", 2) == [fault.name for fault in FAULTS if fault is not CUT]
+    assert names("ps link=tcp", 2) == [fault.name for fault in FAULTS]
 
 
 def test_a_run_that_goes_on() -> None:
@@ -76,6 +77,14 @@ def test_a_slow_worker_is_told_by_the_steps_before_and_during() -> None:
         ("ps", WORKER, True, ""),
         ("ps", SERVER, False, "ps, server killed: it promises to go on, and ended: lost worker 1"),
         ("ps", ALL, False, ""),
+        ("ps link=tcp", CUT, False, ""),  # which nobody promises to outlive
+        (
+            "single",
+            FULL,
+            False,
+            "single, disk full 2 s: every run goes on, and this one ended: lost worker 1",
+        ),
+        ("single", FULL, True, ""),
     ],
 )
 def test_a_promise_is_held_against_what_happened(

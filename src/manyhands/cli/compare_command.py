@@ -61,15 +61,18 @@ class _TaskOptions(_CompareOptions):
     rounds: int | None = option(None, "Rounds per run, for strategies that count rounds.")
     faults: bool = option(
         False,
-        "Strike runs of each strategy by kills, a pause and a slow worker, and say what each cost.",
+        "Strike runs of each strategy: kills, a pause, a slow worker, a cut link, a full disk; and say what each cost.",
         "--faults",
+    )
+    elastic: bool = option(
+        False, "Have a worker join and another leave a run of each strategy that allows it.", "--elastic"
     )
 
 
 def _compare(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _TaskOptions) -> None:
     length = {**command_options.half_length(entry, common), "rounds": common.rounds}
-    if common.faults:
-        _strike(entry, task_options, common, length)
+    if common.faults or common.elastic:
+        _score(entry, task_options, common, length)
         return
     _run(entry.name, lambda _: nullcontext((entry.build(**task_options), None)), common, length)
 
@@ -137,59 +140,64 @@ def _run(
         raise typer.Exit(1)
 
 
-_NOT_STRUCK = {"repeats": 2, "target": None, "slow": None, "bandwidth": None, "price": None, "device": "cpu"}
+_NOT_SCORED = {"repeats": 2, "slow": None, "bandwidth": None, "price": None, "device": "cpu"}
 
 
-def _strike(
+def _score(
     entry: BuiltinTask[Any],
     task_options: dict[str, Any],
     common: _TaskOptions,
     length: Mapping[str, int | None],
 ) -> None:
-    """What faults cost each strategy, each in a run of its own."""
+    """What faults, joins and leaves cost each strategy, each in a run of its own."""
     from manyhands.cli.command_process import child_command
     from manyhands.cli.runs import ended_by_signal
     from manyhands.lab.compare.run_comparison import CompareSettings, requests_of
-    from manyhands.lab.faults import scorecard
+    from manyhands.lab.faults import score_page
+    from manyhands.lab.faults.scorecard import FaultsAsked, score
     from manyhands.lab.sweep.run_sweep import usable_cores
     from manyhands.observe.draw.time_table import words_table
 
-    for name, usual in _NOT_STRUCK.items():
+    flags = " ".join(f"--{name}" for name in ("faults", "elastic") if getattr(common, name))
+    for name, usual in _NOT_SCORED.items():
         if getattr(common, name) != usual:
-            raise UserError(f"--{name} does not go with --faults, which strikes each run once; leave it out")
+            raise UserError(f"--{name} does not go with {flags}, where each run is made once; leave it out")
     strategies = parse_strategies(common.strategies)
-    task = entry.build(**task_options)
     settings = CompareSettings(
         workers=common.workers,
         steps=length["steps"],
         epochs=length["epochs"],
         rounds=length["rounds"],
         seed=common.seed,
+        target=Target.parse(common.target) if common.target is not None else None,
         allow_overload=common.allow_overload,
     )
-    requests, _ = requests_of(task, strategies, settings)
+    requests, _ = requests_of(entry.build(**task_options), strategies, settings)
     out = common.out or command_options.fresh_directory(f"faults-{entry.name}")
     cores = usable_cores()
-    asked = scorecard.FaultsAsked(
+    asked = FaultsAsked(
         words=["train", entry.name, *command_options.own_words(entry, task_options)],
         strategies=strategies,
+        requests=requests,
         workers=common.workers,
-        steps=[request.plan.steps for request in requests],
         seed=common.seed,
         out=out,
         launch=lambda words: child_command(cores, words),
+        faults=common.faults,
+        elastic=common.elastic,
+        target=settings.target,
     )
     with ended_by_signal(), progress_line() as report:
-        found = scorecard.score_faults(asked, report)
-    sentences = scorecard.score_sentences(found)
-    title = f"{entry.name} under faults"
+        found = score(asked, report)
+    sentences = score_page.score_sentences(found)
+    title = f"{entry.name} under faults" if common.faults else f"{entry.name} with workers that come and go"
     leave_findings(
         out,
         common.json,
-        [words_table(title, scorecard.score_head(found), scorecard.score_cells(found))],
+        [words_table(*one) for one in score_page.tables(found, title)],
         sentences,
         {"task": entry.name, "workers": common.workers, **found.to_dict()},
-        lambda command, facts: scorecard.score_page(found, sentences, title, command, facts),
+        lambda command, facts: score_page.score_page(found, sentences, title, command, facts),
     )
     if found.interrupted or found.problems:
         raise typer.Exit(1)

@@ -14,6 +14,7 @@ from manyhands.facts import Answer
 from manyhands.strategy import Strategy
 
 PAUSE_S: Final = 8.0
+FULL_S: Final = 2.0
 SLOW: Final = 3.0  # a slow worker runs a third of the time
 WHOLE_RUN: Final = "run"  # the launcher and with it every process
 
@@ -24,6 +25,8 @@ class Kind(Enum):
     KILL = "kill"
     PAUSE = "pause"
     SLOW = "slow"
+    CUT = "cut"  # its connections are silent
+    FULL = "full"  # the disk of the run's directory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +37,8 @@ class Fault:
     kind: Kind
     victim: str  # worker, server or the whole run
     promise: str = ""  # the field of `Promises` that says whether a run goes on
+    all_go_on: bool = False  # whether the run of every strategy does
+    of_tcp: bool = False  # whether it strikes only what is sent over TCP
 
 
 FAULTS: Final = (
@@ -41,8 +46,14 @@ FAULTS: Final = (
     Fault(name="server killed", kind=Kind.KILL, victim="server", promise="server_dies"),
     Fault(name="all killed", kind=Kind.KILL, victim=WHOLE_RUN),
     Fault(name=f"worker stopped {PAUSE_S:g} s", kind=Kind.PAUSE, victim="worker"),
-    Fault(name=f"worker {SLOW:g}× slower", kind=Kind.SLOW, victim="worker"),
+    Fault(name=f"worker {SLOW:g}× slower", kind=Kind.SLOW, victim="worker", all_go_on=True),
+    Fault(name=f"link cut {PAUSE_S:g} s", kind=Kind.CUT, victim="worker", of_tcp=True),
+    Fault(name=f"disk full {FULL_S:g} s", kind=Kind.FULL, victim=WHOLE_RUN, all_go_on=True),
 )
+
+
+# A slow worker takes steps all the time, and a history is not written to a full disk
+_UNSEEN_GAPS: Final = (Kind.SLOW, Kind.FULL)
 
 
 def faults_of(strategy: Strategy, workers: int) -> tuple[Fault, ...]:
@@ -51,7 +62,8 @@ def faults_of(strategy: Strategy, workers: int) -> tuple[Fault, ...]:
     there = {WHOLE_RUN} | {kind for kind, count in counts.items() if count}
     if sum(counts.values()) == 1:
         there.discard("worker")
-    return tuple(fault for fault in FAULTS if fault.victim in there)
+    is_tcp = getattr(strategy, "link", "") == "tcp"
+    return tuple(fault for fault in FAULTS if fault.victim in there and (is_tcp or not fault.of_tcp))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,8 +113,8 @@ def fault_cost(fault: Fault, struck: StruckRun, undisturbed: Mapping[str, float]
     after = [*struck.seen, *(one for one in struck.continued if one.step > done)]
     return FaultCost(
         went_on=went_on,
-        ended_well=bool(struck.final),
-        still_s=None if fault.kind is Kind.SLOW else _longest_gap(after, struck.struck_s),
+        ended_well=went_on or bool(struck.final),  # a disk that is full at the end takes no final metrics
+        still_s=None if fault.kind in _UNSEEN_GAPS else _longest_gap(after, struck.struck_s),
         repeated=struck.recomputed if struck.kept_step is None else max(0, done - struck.kept_step),
         lost=struck.lost,
         slower=_slower(struck) if fault.kind is Kind.SLOW else None,
@@ -142,8 +154,10 @@ def broken_promise(strategy: Strategy, fault: Fault, cost: FaultCost) -> str:
     """The sentence for a promise that the run did not keep; empty where it kept it, or where there is none."""
     if not cost.ended_well:
         return f"{strategy}, {fault.name}: the run could not be continued: {cost.sentence}"
-    if not fault.promise or cost.went_on:
+    if cost.went_on or not (fault.promise or fault.all_go_on):
         return ""
+    if fault.all_go_on:
+        return f"{strategy}, {fault.name}: every run goes on, and this one ended: {cost.sentence}"
     promise = getattr(strategy.facts.promises, fault.promise)
     if promise.answer not in (Answer.YES, Answer.PARTLY):
         return ""

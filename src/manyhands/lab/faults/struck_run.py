@@ -1,22 +1,22 @@
-"""A `manyhands train` run that is struck at a set step: signals to its processes, its progress, its continuation."""
+"""A `manyhands train` run that is struck at a set step: its processes, its progress, its continuation."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import ManyhandsError
-from manyhands.lab.faults.fault_costs import PAUSE_S, SLOW, WHOLE_RUN, Fault, Kind, StepSeen, StruckRun
+from manyhands.lab.faults.blows import Blow, blow_of, small_disk
+from manyhands.lab.faults.fault_costs import WHOLE_RUN, Fault, Kind, StepSeen, StruckRun
 from manyhands.lab.sweep.run_sweep import end_processes, last_said
 from manyhands.observe.record.checked_values import number, whole
 from manyhands.observe.record.events import EventKind
@@ -26,7 +26,6 @@ Launch = Callable[[Sequence[str]], list[str]]
 """Words of a `manyhands` command -> the command line of a process that runs it."""
 
 _LOOK_S = 0.01
-_SLICE_S = 0.03  # of a slow worker: so long it runs
 _MARGIN_S = 120.0  # that a run may take beside what it is expected to
 
 
@@ -39,6 +38,7 @@ class RunAsked:
     launch: Launch
     steps: int
     expected_s: float = 60.0
+    num_bytes: int = 0  # that its directory takes
 
 
 def undisturbed(asked: RunAsked) -> StruckRun:
@@ -52,11 +52,19 @@ def undisturbed(asked: RunAsked) -> StruckRun:
 
 def strike(asked: RunAsked, fault: Fault, step: int) -> StruckRun:
     """Strike the run once `step` is done, and continue it with `--resume` if it ends."""
+    with small_disk(asked.out, asked.num_bytes) if fault.kind is Kind.FULL else nullcontext():
+        return _strike(asked, fault, step)
+
+
+def _strike(asked: RunAsked, fault: Fault, step: int) -> StruckRun:
     run = _Run(asked)
-    blow = _Blow(run, fault, step)
-    status = run.watch(blow.look)
+    blow = _Strike(run, blow_of(fault, asked.out), step)
+    try:
+        status = run.watch(blow.look)
+    finally:
+        blow.blow.end()
     if blow.struck_s is None:
-        raise ManyhandsError(f"the run ended before step {step}, where it was to be struck: {run.said()}")
+        raise ManyhandsError(f"the run ended before it could be struck after step {step}: {run.said()}")
     found = StruckRun(struck_s=blow.struck_s, seen=run.seen, slow_s=blow.lasted_s)
     if not status:
         recomputed = _recomputed(RunDirectory.open(asked.out, lock=False))
@@ -125,48 +133,26 @@ class _Run:
 
 
 @dataclass
-class _Blow:
-    """What is done to a run, and when."""
+class _Strike:
+    """A blow to a run once `step` is done, until it is over."""
 
     run: _Run
-    fault: Fault
+    blow: Blow
     step: int
     struck_s: float | None = None
     lasted_s: float = 0.0
-    _victims: list[int] = field(default_factory=list)
     _is_over: bool = False
-    _runs: bool = True
 
     def look(self) -> None:
-        if self._is_over:
-            return
-        now_s = time.monotonic() - self.run.since
         if self.struck_s is None:
-            if self.run.seen and self.run.seen[-1].step >= self.step:
-                self._victims = self.run.pids(self.fault.victim)[-1:]
-                if self._victims:
-                    self.struck_s = time.monotonic() - self.run.since
-                    self._begin()
-            return
-        self.lasted_s = now_s - self.struck_s
-        if self.lasted_s >= PAUSE_S:
-            self._is_over = True
-            self._signal(signal.SIGCONT)
-        elif self.fault.kind is Kind.SLOW:
-            runs = self.lasted_s % (SLOW * _SLICE_S) < _SLICE_S
-            if runs != self._runs:
-                self._signal(signal.SIGCONT if runs else signal.SIGSTOP)
-                self._runs = runs
-
-    def _begin(self) -> None:
-        self._is_over = self.fault.kind is Kind.KILL
-        self._runs = False
-        self._signal(signal.SIGKILL if self._is_over else signal.SIGSTOP)
-
-    def _signal(self, number: signal.Signals) -> None:
-        for pid in self._victims:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
+            done = self.run.seen[-1].step if self.run.seen else 0
+            if done >= self.step and self.blow.begin(self.run.pids):
+                self.struck_s = time.monotonic() - self.run.since
+        elif not self._is_over:
+            self.lasted_s = time.monotonic() - self.run.since - self.struck_s
+            self._is_over = not self.blow.goes_on(self.lasted_s)
+            if self._is_over:
+                self.blow.end()
 
 
 class _Tail:
