@@ -17,7 +17,6 @@ are all of the same size, and have biases, as GPT-2 has.
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 import tempfile
 import time
@@ -36,6 +35,8 @@ from torch import Tensor, nn
 import manyhands as mh
 from language_work import CLIP, SEED, Work, adamw
 from manyhands.engine.device import BatchCopies
+from manyhands.observe.analyse.gpu_idle import gpu_time
+from manyhands.observe.record.torch_traces import read_traces
 
 
 @dataclass(kw_only=True)
@@ -280,15 +281,11 @@ def traced(work: Work, device: str) -> dict[str, Any]:
     """Of three steps of ours: the share of the time that the GPU does nothing, and what it does otherwise."""
     with tempfile.TemporaryDirectory() as folder:
         ours(work, device, 8, callbacks=[mh.TorchProfiler(folder, first=5, steps=3)])
-        events = json.loads((Path(folder) / "worker-0.json").read_text())["traceEvents"]
-    kernels = [one for one in events if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    if not kernels:
+        events = read_traces(Path(folder))[0]
+    found = gpu_time(events)
+    if found is None:
         return {"why": "no GPU was traced"}
-    spans = sorted((one["ts"], one["ts"] + one["dur"]) for one in kernels)
-    begin, reached, busy = spans[0][0], spans[0][0], 0.0
-    for start, end in spans:
-        busy += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
+    kernels = [one for one in events if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     took: Counter[str] = Counter()
     names: Counter[str] = Counter()
     for one in kernels:
@@ -298,7 +295,8 @@ def traced(work: Work, device: str) -> dict[str, Any]:
         names[one["name"][:100]] += one["dur"]
     total = sum(took.values())
     return {
-        "idle": 1 - busy / (reached - begin),
+        "idle": found.idle,
+        "waits": dict(found.waits),
         "groups": {name: took[name] / total for name in sorted(took, key=lambda name: -took[name])},
         "top_kernels": {name: spent / total for name, spent in names.most_common(12)},
     }

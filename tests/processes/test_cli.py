@@ -62,7 +62,8 @@ def test_train_takes_what_fit_logs_traces_and_restores(
     losses = {row["step"]: row["metrics"]["evaluation_loss"] for row in rows if "metrics" in row}
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["best_step"] == min(losses, key=lambda step: losses[step])
-    assert "Optimizer.step" in (tmp_path / "traces" / "worker-0.json").read_text()
+    trace = (tmp_path / "traces" / "worker-0.json").read_text()
+    assert all(name in trace for name in ("Optimizer.step", "manyhands: input", "manyhands: exchange"))
     assert run_command(monkeypatch, "train", "digits", "--steps", "4", "--log", "lr,norm") == 2
     [sentence] = capfd.readouterr().err.splitlines()[-1:]
     assert (

@@ -363,7 +363,10 @@ def test_the_command_names_the_slow_worker(tmp_path: Path, strategy: str, synchr
             writer.append(events.records)
             writer.close(0)
     out = tmp_path / "found.json"
-    done = CliRunner().invoke(app, ["explain", str(tmp_path / "run"), "--json", str(out)])
+    kernels = [{"cat": "kernel", "name": "gemm", "ts": at, "dur": 10} for at in (0, 40)]
+    (tmp_path / "worker-2.json").write_text(json.dumps({"traceEvents": kernels}))
+    words = ["explain", str(tmp_path / "run"), "--json", str(out)]
+    done = CliRunner().invoke(app, [*words, "--traces", str(tmp_path)])
     assert done.exit_code == 0, done.output
     said = " ".join(done.output.split())
     assert "Worker 1 computes 3.0 times the median of the others since step 20" in said
@@ -372,6 +375,10 @@ def test_the_command_names_the_slow_worker(tmp_path: Path, strategy: str, synchr
     assert found["slow"][0]["since_step"] == 20
     assert math.isclose(found["parts"]["step_ms"], 31.0)
     assert found["paragraph"] in said
+    assert "The GPU of worker 2 waits 60.0% of 0.1 ms in the trace: launches 60.0%; the host" in said
+    assert math.isclose(found["gpus"]["2"]["waits"]["launches"], 0.6)
+    (tmp_path / "worker-2.json").write_text(json.dumps({"traceEvents": []}))
+    assert "no GPU computes" in str(CliRunner().invoke(app, [*words, "--traces", str(tmp_path)]).exception)
 
 
 @pytest.mark.parametrize("usual_ms", [5.0, 50.0, 300.0])

@@ -10,10 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -23,6 +23,7 @@ from manyhands.cli.program import spare_the_compiler
 from manyhands.errors import UserError, format_bytes, num_of
 
 if TYPE_CHECKING:
+    from manyhands.observe.analyse.gpu_idle import GpuTime
     from manyhands.observe.analyse.view import RunView
     from manyhands.strategies.ps.audit import AuditedRun
     from manyhands.workloads.rl.run_tickets import AuditedTickets
@@ -162,6 +163,9 @@ def serving(source: Callable[[], RunView], host: str, port: int, farewell: str) 
 
 @dataclass(frozen=True)
 class _ExplainOptions(_LookedAt):
+    traces: Path | None = option(
+        None, "Traces of --profile: also say what keeps the GPU of each worker waiting.", metavar="DIR"
+    )
     json: Path | None = json_option("Also write the figures to this file as JSON.")
 
 
@@ -169,6 +173,7 @@ class _ExplainOptions(_LookedAt):
 def explain_command(asked: _ExplainOptions) -> None:
     from manyhands.data.store.rundir import RunDirectory
     from manyhands.observe.analyse.explain import explain, paragraph
+    from manyhands.observe.analyse.gpu_idle import gpu_words
     from manyhands.observe.analyse.remarks import codec_words, layers_sent, privacy_words
     from manyhands.observe.draw.time_table import layers_table, parts_table, workers_table
     from manyhands.observe.record.checked_values import text
@@ -176,6 +181,7 @@ def explain_command(asked: _ExplainOptions) -> None:
     from manyhands.strategy import Strategy
 
     directory = RunDirectory.open(asked.run, lock=False)
+    gpus = _traced_gpus(asked.traces) if asked.traces is not None else {}
     strategy = Strategy.parse(str(directory.config.get("strategy")))
     events = read_run_events(directory.events_path)
     found = explain(events.roles, synchronous=strategy.facts.stepwise)
@@ -193,8 +199,25 @@ def explain_command(asked: _ExplainOptions) -> None:
     if layers:
         out.print(layers_table(layers), "", sep="\n")
     out.print(words)
-    sent = {"layers": layers} if layers else {}
-    write_json(asked.json, {"strategy": str(strategy), **found.to_dict(), **sent, "paragraph": words})
+    for worker, gpu in gpus.items():
+        out.print(gpu_words(worker, gpu))
+    more: dict[str, Any] = {"layers": layers} if layers else {}
+    more |= {"gpus": {str(worker): asdict(gpu) for worker, gpu in gpus.items()}} if gpus else {}
+    write_json(asked.json, {"strategy": str(strategy), **found.to_dict(), **more, "paragraph": words})
+
+
+def _traced_gpus(folder: Path) -> dict[int, GpuTime]:
+    """Where the time of each worker's GPU goes; UserError where no GPU computed in the traces."""
+    from manyhands.observe.analyse.gpu_idle import gpu_time
+    from manyhands.observe.record.torch_traces import read_traces
+
+    times = {worker: gpu_time(events) for worker, events in read_traces(folder).items()}
+    found = {worker: one for worker, one in times.items() if one is not None}
+    if not found:
+        raise UserError(
+            f"{folder}: no GPU computes in these traces; leave --traces out, or train with --device cuda"
+        )
+    return found
 
 
 _EXIT = {"complete": 0, "restored": 0, "broken": 1, "incomplete": 3}

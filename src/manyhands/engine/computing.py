@@ -30,8 +30,9 @@ from manyhands.engine.fp8 import require_fp8
 from manyhands.engine.kernel_task import AnyTask
 from manyhands.engine.metric_states import MetricUpdates
 from manyhands.engine.options import EarlyStopping, Slowdown
-from manyhands.engine.profiler import ProfiledSteps
+from manyhands.engine.profiler import ProfiledSteps, named_span
 from manyhands.errors import UserError
+from manyhands.observe.analyse.gpu_idle import INPUT
 from manyhands.places.local.forking import CHILDREN_VARIABLE
 from manyhands.places.local.loaders import Loaders
 from manyhands.task import Metric, Task
@@ -185,11 +186,13 @@ class Computer:
         self._model = model
         begin = time.monotonic()
         asked_ns = time.monotonic_ns()
-        share = self.share(step, part, parts)
+        with self._getting():
+            share = self.share(step, part, parts)
         answers, input_ns = list[tuple[Callable[[], float], float]](), time.monotonic_ns() - asked_ns
         for number, piece in enumerate(share.pieces, 1):
             asked_ns = time.monotonic_ns()
-            batch = self.fetch(piece)
+            with self._getting():
+                batch = self.fetch(piece)
             input_ns += time.monotonic_ns() - asked_ns
             if number == 1:  # getting the first piece may have drawn
                 seed_all(mix(self.plan.seed, step, part))
@@ -205,6 +208,9 @@ class Computer:
         value = sum(answer() * weight for answer, weight in answers)
         self.slow_down(step, time.monotonic() - begin)
         return Computed(loss=value, share=share.weight, samples=share.samples, input_ns=input_ns)
+
+    def _getting(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.plan.profiled is None else named_span(INPUT)
 
     def act_as(self, process: int, rank: int) -> None:
         """Compute what worker `rank` did in this process of a recorded run, where that depends on who acts."""

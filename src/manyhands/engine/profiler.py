@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,13 @@ class ProfiledSteps:
     folder: str
     first: int  # from 1
     steps: int
+
+
+def named_span(name: str) -> AbstractContextManager[object]:
+    """A span of the host with this name, in the trace of a run that takes one."""
+    from torch.profiler import record_function
+
+    return record_function(name)
 
 
 class TorchProfiler(Callback):

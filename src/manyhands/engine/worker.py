@@ -29,12 +29,13 @@ from manyhands.engine.exchange import Exchange, LocalStep, SentFor, SharedStep, 
 from manyhands.engine.fp8 import fp8_products
 from manyhands.engine.loss_scaling import LossScale, left_out, unscale
 from manyhands.engine.options import MEAN, SYNCHRONIZE
-from manyhands.engine.profiler import StepProfiler
+from manyhands.engine.profiler import StepProfiler, named_span
 from manyhands.engine.recomputing import recomputing
 from manyhands.engine.reduction import require_reduction
 from manyhands.engine.reporting import Reporter, StepBook, WorkerContext, WorkerNote, is_due
 from manyhands.errors import NonFinite
 from manyhands.native.heap import keep_freed_memory
+from manyhands.observe.analyse.gpu_idle import EXCHANGE
 from manyhands.places.local.status import State
 
 _T = TypeVar("_T")
@@ -223,7 +224,8 @@ class Trainer:
         during = meter.take_times()
         overlapped = during.exchange_ns
         worker_context.mark(step + 1, State.EXCHANGING)
-        shared = exchange.agree(local)
+        with nullcontext() if self._plan.profiled is None else named_span(EXCHANGE):
+            shared = exchange.agree(local)
         agreed = time.monotonic_ns()
         times = meter.take_times()
         facts = {} if shared.bad_workers else {**self._advance(scheduler), **self._computer.collected()}
