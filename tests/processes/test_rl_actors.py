@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import select
 import signal
 import subprocess
@@ -203,10 +204,10 @@ def test_an_environment_that_always_raises_ends_the_run_with_one_sentence() -> N
     actors = Actors(job(6, raises_always), settings(replacements=2), START)
     with pytest.raises(UserError) as raised:
         trained(actors, 5)
-    assert (
-        "failed: environment 0 raised ZeroDivisionError: the walk fell over, in step 4 of episode 0"
-        in str(raised.value)
-    )
+    said = r"actor (\d) failed: environment (\d) raised ZeroDivisionError: the walk fell over, in step 4 of episode 0"
+    found = re.match(said, str(raised.value))
+    assert found is not None
+    assert int(found[2]) == 2 * int(found[1]), "its number among those of all actors"
     assert str(raised.value).endswith("it had been replaced 2 times, as often as replacements=2 allows")
     assert "\n" not in str(raised.value)
 

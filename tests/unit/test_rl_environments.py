@@ -195,6 +195,7 @@ class Broken(Counting):
         (Broken(np.array([1, np.nan], np.float32)), "returned an observation that is not finite"),
         (Broken(np.zeros(3, np.float32)), "an observation of shape (3,) where its space has (2,)"),
         (Broken(np.zeros(2)), "an observation of type float64 where its space has float32"),
+        (Broken([[1.0], [2.0, 3.0]]), "returned an observation that is no array,"),
         (Broken(reward=np.inf), "returned a reward that is not finite"),
         (Broken(reward="much"), "raised ValueError: could not convert string to float"),
     ],
@@ -210,6 +211,22 @@ def test_a_broken_environment_is_named_with_episode_and_step(broken: Broken, sen
     assert sentence in str(failed.value)
     assert str(failed.value).endswith("in step 2 of episode 1")
     assert (failed.value.environment, failed.value.episode, failed.value.step) == (1, 1, 2)
+
+
+def test_environments_that_cannot_be_made_or_closed_say_so() -> None:
+    class Unmade(Counting):
+        def __init__(self) -> None:
+            raise OSError("no display")
+
+    class Unclosed(Counting):
+        def close(self) -> None:
+            raise OSError("no display")
+
+    with pytest.raises(UserError, match=r"the function that makes it raised OSError: no display$"):
+        open_environments(Unmade, 2)
+    environments = open_environments(Unclosed, 2)
+    with pytest.raises(UserError, match=r"its close\(\) raised OSError: no display$"):
+        environments.close()
 
 
 def test_a_broken_last_observation_is_found_although_another_is_shown() -> None:

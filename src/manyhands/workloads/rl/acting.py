@@ -18,7 +18,7 @@ from manyhands.data.randomness import mix
 from manyhands.workloads.rl.episodes import Episode
 from manyhands.workloads.rl.policies import choose, scorer
 from manyhands.workloads.rl.rollouts import Rollouts, RolloutSpec
-from manyhands.workloads.rl.stepping import Array, Environments
+from manyhands.workloads.rl.stepping import Array, EnvironmentFailed, Environments
 
 __all__ = ["ActedRow", "Actor", "draws"]
 
@@ -93,12 +93,18 @@ class Actor:
         flags = [one.numpy() for one in (into.terminated, into.truncated, into.valid)]
         into.final_values.zero_()
         if self._observations is None:
-            self._observations = self._environments.reset(self._seeds)
+            try:
+                self._observations = self._environments.reset(self._seeds)
+            except EnvironmentFailed as failed:
+                raise failed.among(self._keys) from failed.__cause__
         finals: Mapping[int, Array] = {}
         for row in range(length):
             observed[:, row] = self._observations
             yield ActedRow(row, self._observations, finals)
-            stepped = self._environments.step(acted[:, row].copy())
+            try:
+                stepped = self._environments.step(acted[:, row].copy())
+            except EnvironmentFailed as failed:
+                raise failed.among(self._keys) from failed.__cause__
             self._observations, finals = stepped.observations, stepped.finals
             into.rewards[:, row].copy_(torch.from_numpy(stepped.rewards))
             for flag, given in zip(

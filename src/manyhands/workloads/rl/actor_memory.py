@@ -17,7 +17,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from manyhands.errors import Desync, UserError
+from manyhands.errors import Desync, UserError, num_of
 from manyhands.native.closeable import Closeable
 from manyhands.native.segment import CACHE_LINE, Segment, round_up
 from manyhands.workloads.rl.inference_requests import ActionRequests, groups_of, request_tensors
@@ -100,7 +100,7 @@ class ActorProgress:
     def __str__(self) -> str:
         _, rollout, step, episodes = self.read()
         return (
-            f"in step {step} of its rollout {rollout}, after {episodes} episodes"
+            f"in step {step} of its rollout {rollout}, after {num_of(episodes, 'episode')}"
             if step
             else "before its first step"
         )

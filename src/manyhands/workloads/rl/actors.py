@@ -359,7 +359,9 @@ class Actors(Closeable):
         if failed is not None and child.idle_since is None:  # it never could act: nor could another
             count, sentence = self._settings.replacements, f"actor {child.number} {what}"
         elif count == self._settings.replacements and count:
-            sentence += f"; it had been replaced {count} times, as often as replacements={count} allows"
+            sentence += (
+                f"; it had been replaced {num_of(count, 'time')}, as often as replacements={count} allows"
+            )
         if count == self._settings.replacements:
             raised = kind(sentence)
             if failed is not None:

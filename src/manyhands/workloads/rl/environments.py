@@ -61,9 +61,9 @@ class _OneByOne(Environments):
         return self._stepped(observations, columns, finals)
 
     def close(self) -> None:
-        for environment in self._environments:
-            environment.close()
-        self._environments = ()
+        environments, self._environments = self._environments, ()
+        for environment in environments:
+            _close(environment)
 
     def picture(self, index: int) -> Array:
         environment = self._environments[index]
@@ -83,7 +83,10 @@ class _OneByOne(Environments):
         self._put(observation, observations, index)
 
     def _put(self, observation: Any, observations: Array, index: int) -> None:
-        given = observation if type(observation) is np.ndarray else np.asarray(observation)
+        try:
+            given = observation if type(observation) is np.ndarray else np.asarray(observation)
+        except ValueError as error:  # of lists that differ in length
+            raise self._failed("returned an observation that is no array,", index) from error
         if given.dtype != self._dtype and not np.can_cast(given.dtype, self._dtype):
             raise self._failed(
                 f"returned an observation of type {given.dtype} where its space has {self._dtype}", index
@@ -146,7 +149,7 @@ class _Vectorized(Environments):
         return self._stepped(observations, columns, finals)
 
     def close(self) -> None:
-        self._environment.close()
+        _close(self._environment)
 
     def _call(self, function: Callable[..., Any], *given: Any, **named: Any) -> Any:
         try:
@@ -176,9 +179,9 @@ def open_environments(
     if isinstance(source, str):
         made = open_named(source, count, given)
     elif _takes_count(source, given):
-        made = source(count, **given)
+        made = _made(source, count, **given)
     else:
-        made = [source(**given) for _ in range(count)]
+        made = [_made(source, **given) for _ in range(count)]
     if isinstance(made, Environments):
         return made
     if isinstance(made, list) and made:
@@ -190,6 +193,26 @@ def open_environments(
             f"environment: the function was asked for {count} environments and made {made.num_envs}"
         )
     return _Vectorized(made)
+
+
+def _made(source: Callable[..., Any], *count: int, **options: Any) -> Any:
+    try:
+        return source(*count, **options)
+    except Exception as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"environment: the function that makes it raised {type(error).__name__}: {printable(first_line(error))}"
+        ) from error
+
+
+def _close(environment: Any) -> None:
+    try:
+        environment.close()
+    except Exception as error:
+        raise UserError(
+            f"environment: its close() raised {type(error).__name__}: {printable(first_line(error))}"
+        ) from error
 
 
 def _takes_count(source: Callable[..., Any], options: Mapping[str, Any]) -> bool:

@@ -35,7 +35,12 @@ class EnvironmentFailed(UserError):
     def __init__(self, what: str, environment: int | None, episode: int, step: int) -> None:
         who = "the vector environment" if environment is None else f"environment {environment}"
         super().__init__(f"{who} {what} in step {step} of episode {episode}")
-        self.environment, self.episode, self.step = environment, episode, step
+        self.what, self.environment, self.episode, self.step = what, environment, episode, step
+
+    def among(self, numbers: Array) -> EnvironmentFailed:
+        """The same of an environment by its number among those of all actors."""
+        number = None if self.environment is None else int(numbers[self.environment])
+        return EnvironmentFailed(self.what, number, self.episode, self.step)
 
 
 class Stepped(NamedTuple):
