@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from manyhands.data.batches import BatchSource
 from manyhands.errors import UserError
 from manyhands.serving.opening import open_predictor
 from manyhands.workloads.language.bert import BEGIN, BERT, END, FIRST_BYTE, MASK, MaskedBytes, masked_loss
+from manyhands.workloads.language.huggingface import write_checkpoint
 from manyhands.workloads.language.presets import BERT_PRESETS
 from manyhands.workloads.tasks import build
 from manyhands.workloads.text.masking import IGNORED
@@ -66,6 +68,28 @@ def test_a_trained_model_fills_in_what_is_masked(tmp_path: Path) -> None:
         filler.inputs(["abc"])
     with pytest.raises(UserError, match="input 0 has 21 bytes; the model takes at most 20 at once"):
         filler.inputs(["[MASK]" + 20 * "a"])
+
+
+def test_the_learning_rate_is_that_of_the_preset_and_rises(tmp_path: Path) -> None:
+    def rates(steps: int, **options: Any) -> list[float]:
+        task = build("bert", **options)
+        optimizer = task.optimizer([torch.nn.Parameter(torch.zeros(1))])
+        scheduler = task.scheduler(optimizer) if task.scheduler is not None else None
+        found = []
+        for _ in range(steps):
+            found.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+        return found
+
+    large = {"preset": "bert-large", "context": 22}
+    assert rates(302, **large) == pytest.approx([min(1, step / 300) * 1e-4 for step in range(1, 303)])
+    assert rates(3, **large, warm_up=2, learning_rate=1e-2) == pytest.approx([5e-3, 1e-2, 1e-2])
+    assert rates(2, **SMALL) == [1e-3, 1e-3]
+    write_checkpoint(BERT(context=22, layers=1, width=16, heads=2, vocabulary=260), tmp_path / "base")
+    assert rates(2, init=tmp_path / "base") == [5e-5, 5e-5]
+    assert rates(2, init=tmp_path / "base", lora=2) == [1e-3, 1e-3]
 
 
 def test_what_bert_cannot_have_is_one_sentence() -> None:

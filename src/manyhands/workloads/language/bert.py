@@ -30,7 +30,14 @@ from manyhands.errors import UserError
 from manyhands.task import Task
 from manyhands.workloads.language.huggingface import CheckpointLayout
 from manyhands.workloads.language.next_token import held_out_text
-from manyhands.workloads.language.presets import BERT_PRESETS, ModelSizes, SizedOptions, require_positions
+from manyhands.workloads.language.presets import (
+    BERT_PRESETS,
+    BERT_RATES,
+    ModelSizes,
+    SizedOptions,
+    UsualRate,
+    require_positions,
+)
 from manyhands.workloads.language.residual import residual_stream
 from manyhands.workloads.language.token_data import token_parts
 from manyhands.workloads.task_options import option
@@ -80,6 +87,7 @@ class BertOptions(SizedOptions):
     """What may be chosen about `bert`."""
 
     presets: ClassVar[Mapping[str, ModelSizes]] = BERT_PRESETS
+    rates: ClassVar[Mapping[str, UsualRate]] = BERT_RATES
     layout: ClassVar[CheckpointLayout] = BERT_LAYOUT
 
     preset: str = option("tiny", "sizes by name; each may be given instead", choices=tuple(BERT_PRESETS))
@@ -146,6 +154,7 @@ def _task(
         loss=masked_loss,
         data=training,
         optimizer=partial(torch.optim.AdamW, lr=options.learning_rate),
+        scheduler=options.schedule,
         batch_size=options.batch_size,
         evaluation=evaluation,
         metrics={"masked_accuracy": masked_accuracy},

@@ -115,6 +115,7 @@ def _classification(options: BertTaskOptions) -> Task:
         loss=label_loss,
         data=tensors(learned),
         optimizer=partial(torch.optim.AdamW, lr=options.learning_rate),
+        scheduler=options.schedule,
         batch_size=options.batch_size,
         evaluation=tensors(held_out),
         metrics={"accuracy": accuracy, "macro_f1": (MacroF1(len(options.labels)), labels_found)},

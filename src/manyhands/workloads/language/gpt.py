@@ -25,7 +25,14 @@ from manyhands.workloads.builtin_task import BuiltinTask
 from manyhands.workloads.language.huggingface import CheckpointLayout
 from manyhands.workloads.language.key_values import CacheStep, LayerCache
 from manyhands.workloads.language.next_token import Perplexity, next_byte_loss, text_task, token_losses
-from manyhands.workloads.language.presets import GPT_PRESETS, ModelSizes, SizedOptions, require_positions
+from manyhands.workloads.language.presets import (
+    GPT_PRESETS,
+    GPT_RATES,
+    ModelSizes,
+    SizedOptions,
+    UsualRate,
+    require_positions,
+)
 from manyhands.workloads.language.residual import residual_stream
 from manyhands.workloads.language.token_data import token_parts
 from manyhands.workloads.task_options import option
@@ -62,6 +69,7 @@ class GPTOptions(SizedOptions):
     """What may be chosen about `gpt`."""
 
     presets: ClassVar[Mapping[str, ModelSizes]] = GPT_PRESETS
+    rates: ClassVar[Mapping[str, UsualRate]] = GPT_RATES
     layout: ClassVar[CheckpointLayout] = GPT2_LAYOUT
 
     preset: str = option("tiny", "sizes by name; each may be given instead", choices=tuple(GPT_PRESETS))
@@ -85,6 +93,7 @@ def gpt(options: GPTOptions | None = None) -> Task:
             loss=next_byte_loss,
             data=parts.training,
             optimizer=partial(torch.optim.AdamW, lr=options.learning_rate),
+            scheduler=options.schedule,
             batch_size=options.batch_size,
             evaluation=parts.evaluation,
             metrics={"perplexity": (Perplexity(), token_losses)},
@@ -96,7 +105,8 @@ def gpt(options: GPTOptions | None = None) -> Task:
         weights = rows.num_targets[: len(parts.training)]
         metrics = {"perplexity": (Perplexity(), document_token_losses)}
         return replace(task, loss=document_losses, weights=weights, metrics=metrics)
-    return text_task("gpt", partial(_started, options), options, options.sizes.context)
+    task = text_task("gpt", partial(_started, options), options, options.sizes.context)
+    return replace(task, scheduler=options.schedule)
 
 
 def document_losses(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

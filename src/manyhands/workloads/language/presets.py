@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from manyhands.errors import UserError
 from manyhands.workloads.language.huggingface import (
@@ -64,6 +67,30 @@ BERT_PRESETS = {
     "bert-large": _sizes(24, 1024, 16, 512, 30522),
 }
 
+
+class UsualRate(NamedTuple):
+    """AdamW's rate for a batch of some ten thousand tokens, and the steps in which it rises to that."""
+
+    learning_rate: float
+    warm_up: int
+
+
+# Brown et al. 2020, table 2.1, by size. Twelve layers of BERT stay at the frequencies of the tokens with 3e-4; measured
+# by benchmarks/curves.py.
+GPT_RATES = {
+    "tiny": UsualRate(1e-3, 0),
+    "gpt2": UsualRate(6e-4, 300),
+    "gpt2-medium": UsualRate(3e-4, 300),
+    "gpt2-large": UsualRate(2.5e-4, 300),
+    "gpt2-xl": UsualRate(2e-4, 300),
+}
+BERT_RATES = {
+    "tiny": UsualRate(1e-3, 0),
+    "bert-base": UsualRate(2e-4, 300),
+    "bert-large": UsualRate(1e-4, 300),
+}
+_OF_CHECKPOINT = UsualRate(5e-5, 0)  # Devlin et al. 2018, appendix A.3: of all weights
+
 Model = TypeVar("Model", bound=nn.Module)
 _PRESET = "the preset's"
 _MULTIPLE = 64  # of rows in an embedding: what the matrix units of GPUs take at once
@@ -75,10 +102,17 @@ class SizedOptions(TextOptions):
     """Options of a model whose sizes are those of a preset or a checkpoint; each may be given instead."""
 
     presets: ClassVar[Mapping[str, ModelSizes]]
+    rates: ClassVar[Mapping[str, UsualRate]]
     layout: ClassVar[CheckpointLayout]
     of_tokens: ClassVar[tuple[str, ...]] = ("length", "rows", "sentences")  # how a folder of tokens is read
 
     preset: str = option("tiny", "sizes by name; each may be given instead")
+    learning_rate: float = option(
+        None, "learning rate of AdamW", above=0, shown="the preset's; 5e-5 for all weights of --init"
+    )
+    warm_up: int = option(
+        None, "steps in which the learning rate rises to its value", at_least=0, shown=_PRESET
+    )
     context: int | None = option(None, "context length in tokens", at_least=1, shown=_PRESET)
     layers: int | None = option(None, "transformer blocks", at_least=1, at_most=1000, shown=_PRESET)
     width: int | None = option(None, "features per position", at_least=1, shown=_PRESET)
@@ -118,6 +152,15 @@ class SizedOptions(TextOptions):
             object.__setattr__(self, name, value)
         ModelSizes(**{**found, **given})  # checked against each other
         self._fill_in_lora()
+        usual = self.rates[self.preset] if self.init is None or self.lora is not None else _OF_CHECKPOINT
+        for name, value in usual._asdict().items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+
+    @property
+    def schedule(self) -> Callable[[Optimizer], LRScheduler] | None:
+        """The learning rate's schedule: it rises from a part of its value, and stays."""
+        return partial(_rising, steps=self.warm_up) if self.warm_up else None
 
     @property
     def reads_tokens(self) -> bool:
@@ -182,6 +225,10 @@ class SizedOptions(TextOptions):
 
     def _given(self) -> dict[str, int | None]:
         return {field.name: getattr(self, field.name) for field in fields(ModelSizes)}
+
+
+def _rising(optimizer: Optimizer, steps: int) -> LRScheduler:
+    return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / steps))
 
 
 def padded_vocabulary(tokenizer: TextTokenizer) -> int:
