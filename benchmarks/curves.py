@@ -119,7 +119,8 @@ def prepare(asked: argparse.Namespace) -> None:
     spoken = ["\n".join(told) for told in tuning.not_held_out(lines, asked.work).values()]
     texts = {"gpt": text, "bert": spoken + text}
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda name: tuning.tokens_of(texts[name], CHOICES[name], asked.work, name), texts))
+        needed = {plan.tokens for plan in plans(asked).values()}
+        list(pool.map(lambda name: tuning.tokens_of(texts[name], CHOICES[name], asked.work, name), needed))
 
 
 def task_of(plan: Plan, steps: int, work: Path) -> Task:
@@ -295,7 +296,8 @@ def supervise(asked: argparse.Namespace) -> None:
     """Start all loops, and collect what they measure until all have ended, or the time."""
     ends = time.monotonic() + 60 * asked.minutes
     prepare(asked)
-    loops = [(name, loop) for name, plan in plans(asked).items() for loop in plan.loops]
+    asked_for = plans(asked).items()
+    loops = [(name, loop) for name, plan in asked_for for loop in plan.loops if loop in asked.loops]
     running = [subprocess.Popen([sys.executable, *sys.argv, "--one", name, loop]) for name, loop in loops]
     try:
         while any(one.poll() is None for one in running) and time.monotonic() < ends:
@@ -319,6 +321,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="a new folder for tokens and the BERT")
     parser.add_argument("--minutes", type=float, default=8.5, help="when what has not ended is stopped")
     parser.add_argument("--only", nargs="+", choices=(*PLANS, *TRIED), default=tuple(PLANS))
+    parser.add_argument("--loops", nargs="+", choices=LOOPS, default=LOOPS)
     parser.add_argument("--one", nargs=2, metavar=("MODEL", "LOOP"), help=argparse.SUPPRESS)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="sizes to try this with")

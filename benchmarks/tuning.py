@@ -39,6 +39,7 @@ import torch
 from numpy.typing import NDArray
 
 import manyhands as mh
+from manyhands.workloads.language.bert import BERT_LAYOUT
 from manyhands.workloads.language.huggingface import write_checkpoint
 from manyhands.workloads.tasks import build
 from manyhands.workloads.text.documents import Documents
@@ -281,6 +282,7 @@ class Measured:
         self.learned = _written(
             table.path.with_suffix(".learned.csv"), [(row.text, row.label) for row in learned]
         )
+        self._finals: list[tuple[str, list[Future[Tuned]]]] = []
         self.result: dict[str, Any] = {
             "learned": len(learned),
             "held_out": len(held_out),
@@ -294,8 +296,11 @@ class Measured:
         return Tuning(table=path, share=share, **{"until": epochs, **common, **settings})
 
     def tries(self, pool: ProcessPoolExecutor) -> None:
-        """Start a run for each setting and seed, on the rows to learn from alone."""
-        settings = list(product(self.bases, RATES, range(self.unit.seeds)))
+        """Start a run for each setting and seed, on the rows to learn from alone, unless that was measured before."""
+        found = {} if self.asked.chosen is None else json.loads(self.asked.chosen.read_text())["units"]
+        if self.unit.name in found:
+            self.result |= {key: found[self.unit.name][key] for key in ("tried", "chosen")}
+        settings = () if found else product(self.bases, RATES, range(self.unit.seeds))
         self._tries = [
             (
                 (base, rate),
@@ -309,67 +314,59 @@ class Measured:
             for base, rate, seed in settings
         ]
 
-    def choose(self, pool: ProcessPoolExecutor) -> None:
-        """Take the setting and the epoch that are best for the rows which choose, and start the runs with them."""
+    def choose(self) -> None:
+        """Take the setting and the epoch that are best for the rows which choose."""
         runs: dict[tuple[str, float], list[list[float]]] = {}
         for key, future in self._tries:
             runs.setdefault(key, []).append(future.result()["accuracies"])
-        best: tuple[float, int, tuple[str, float]] | None = None
-        for key, found in runs.items():
+        for (base, rate), found in runs.items():
             means = np.mean(found, axis=0)
-            epoch = int(means.argmax()) + 1
-            self.result["tried"].append(
-                {"base": key[0], "rate": key[1], "epoch": epoch, "accuracy": float(means.max())}
-            )
-            if best is None or means.max() > best[0]:
-                best = float(means.max()), epoch, key
-        assert best is not None
-        self.result["chosen"] = {"base": best[2][0], "rate": best[2][1], "epoch": best[1]}
-        (base, rate), epoch = best[2], best[1]
-        init, tokenizer = self.bases[base], self.bases[base] / "tokenizer.json"
-        sizes = json.loads((init / "config.json").read_text())
-        names = {
-            "layers": "num_hidden_layers",
-            "width": "hidden_size",
-            "heads": "num_attention_heads",
-            "context": "max_position_embeddings",
-        }
-        cases: dict[str, tuple[Mapping[str, Any], float, int]] = {
-            f"BERT: {base}": ({"init": init}, rate, epoch),
-            "the same, LoRA of rank 8": ({"init": init, "lora": 8}, 3e-3, epoch),
-            "BERT from nothing": (
-                {"tokenizer": tokenizer, **{key: sizes[name] for key, name in names.items()}},
-                rate,
-                epoch,
-            ),
-        }
-        path = self.table.path
-        self._finals = {
-            name: [
-                pool.submit(
-                    tuned,
-                    self.tuning(path, SHARE, options=options, rate=by, seed=seed, until=until),
-                )
-                for seed in (SEEDS if number == 0 else SEEDS[:2])
-            ]
-            for number, (name, (options, by, until)) in enumerate(cases.items())
-        }
+            best = {"epoch": int(means.argmax()) + 1, "accuracy": float(means.max())}
+            self.result["tried"].append({"base": base, "rate": rate, **best})
+        self.result["chosen"] = max(self.result["tried"], key=lambda one: one["accuracy"])
 
-    def finish(self) -> None:
+    def learn(self, pool: ProcessPoolExecutor, others: bool) -> None:
+        """Start the runs on all rows to learn from: those of the setting that was chosen, or the others."""
+        base, rate, epoch = (self.result["chosen"][key] for key in ("base", "rate", "epoch"))
+        init = self.bases[base]
+        sizes, names = json.loads((init / "config.json").read_text()), BERT_LAYOUT.sizes
+        own = {key: sizes[names[key]] for key in ("layers", "width", "heads", "context")}
+        cases: dict[str, tuple[Mapping[str, Any], float]] = {
+            "the same, LoRA of rank 8": ({"init": init, "lora": 8}, 3e-3),
+            "BERT from nothing": ({"tokenizer": init / "tokenizer.json", **own}, rate),
+        }
+        if not others:
+            cases = {f"BERT: {base}": ({"init": init}, rate)}
+        self._finals += [
+            (
+                name,
+                [
+                    pool.submit(
+                        tuned,
+                        self.tuning(self.table.path, SHARE, options=options, rate=by, seed=seed, until=epoch),
+                    )
+                    for seed in (SEEDS[:2] if others else SEEDS)
+                ],
+            )
+            for name, (options, by) in cases.items()
+        ]
+
+    def finish(self, count: int) -> None:
+        """The scores of the next `count` models."""
         rows = self.result["rows"]
-        for number, (name, futures) in enumerate(self._finals.items()):
+        for name, futures in self._finals[:count]:
             runs = [future.result() for future in futures]
             means = {
                 key: statistics.fmean(run[key] for run in runs) for key in ("accuracy", "macro_f1", "seconds")
             }
             rows.append({"model": name, **means, "accuracies": [run["accuracy"] for run in runs]})
-            if number == 0:
+            if len(runs) == len(SEEDS):
                 together: NDArray[Any] = np.mean([run["chances"] for run in runs], axis=0)
                 found = [self.labels[one] for one in together.argmax(1)]
                 about = f"the mean of these {len(runs)}"
-                rows.append(
-                    {"model": about, **scores(found, self.own), "seconds": means["seconds"] * len(runs)}
-                )
+                seconds = means["seconds"] * len(runs)
+                rows.append({"model": about, **scores(found, self.own), "seconds": seconds})
+        del self._finals[:count]
 
     def compare(self) -> None:
         """The same for what is no BERT."""
@@ -417,7 +414,15 @@ def measured(asked: argparse.Namespace) -> None:
             tasks.append(Measured(unit, table, bases, asked))
             tasks[-1].tries(pool)
             result["units"][unit.name] = tasks[-1].result
-        for step in (partial(Measured.choose, pool=pool), Measured.finish, Measured.compare):
+        steps = (
+            Measured.choose,
+            partial(Measured.learn, pool=pool, others=False),
+            partial(Measured.learn, pool=pool, others=True),
+            partial(Measured.finish, count=1),
+            partial(Measured.finish, count=2),
+            *(() if asked.no_peers else (Measured.compare,)),
+        )
+        for step in steps:
             for one in tasks:
                 step(one)
                 print(one.unit.name, json.dumps(one.result), flush=True)
@@ -431,6 +436,8 @@ def main() -> None:
     )
     parser.add_argument("--data", type=Path, required=True, help="a folder with the roles of shared/data")
     parser.add_argument("--work", type=Path, required=True, help="the folder of curves.py")
+    parser.add_argument("--chosen", type=Path, help="an earlier --json, whose choices are taken untried")
+    parser.add_argument("--no-peers", action="store_true", help="leave out what is no BERT")
     parser.add_argument("--wait-minutes", type=float, default=8.0, help="for the BERT of curves.py")
     parser.add_argument("--processes", type=int, default=8, help="that share the device")
     parser.add_argument("--device", default="cuda")
