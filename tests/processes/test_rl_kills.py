@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import manyhands as mh
+import severed_task
 from acted import ActorKiller, Bold, Walk, in_sight
 from assassin import events
 from manyhands.errors import WorkerFailed
@@ -133,3 +134,21 @@ def test_servers_outlive_workers_and_servers_that_are_killed(
     assert again.same_bytes
     for one, other in zip(again.model.parameters(), run.model.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_what_a_worker_had_sent_when_it_was_killed_is_replayed_with_its_own_rollouts(
+    after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its successor begins with the batch that it had computed last, with other actors and newer weights."""
+    out, left = tmp_path / "run", tmp_path / "left"
+    left.mkdir()
+    monkeypatch.setenv("SEVERED", f"{left}:{after}")
+    options = mh.Options(progress="none", allow_overload=True)
+    task, strategy = severed_task.acted(acted()), "ps servers=2 consistency=bounded:2"
+    mh.fit(task, strategy, workers=2, steps=40, out=out, options=options)
+    assert sum(event["event"] == "died" for event in events(out)) == 1
+    check_tickets(out)
+    again = mh.replay(out, acted())
+    assert again.first_difference is None
+    assert again.same_bytes

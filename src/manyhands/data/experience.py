@@ -60,9 +60,13 @@ class Experience(WorkerData):
         del run
         return self
 
-    def replayed_from(self, run: Path) -> Experience | None:
-        """The same, to act again as a recorded run did; None where that needs no record."""
-        del run
+    def replayed_from(self, run: Path, *, each_process: bool = False) -> Experience | None:
+        """The same, to act again as a recorded run did; None where that needs no record.
+
+        A collector acts for all starts of the run; where `each_process` of the run has one of its own, for the start
+        that it began with.
+        """
+        del run, each_process
         return None
 
     def show(self, model: nn.Module, run: Path) -> None:

@@ -88,7 +88,7 @@ def replay(run: str | Path, task: Task | None = None, *, until: int | None = Non
         _check_capacity(path, task, record)
     if isinstance(task.data, Experience):
         dealt = task.data.dealt(strategy.shares(record.workers))
-        task = replace(task, data=dealt.replayed_from(path) or dealt)
+        task = replace(task, data=dealt.replayed_from(path, each_process=True) or dealt)
     if not 1 <= record.threads <= _MOST_THREADS:
         raise UserError(f"{path} is damaged: threads={record.threads} must be between 1 and {_MOST_THREADS}")
     with preserved(), with_threads(record.threads):

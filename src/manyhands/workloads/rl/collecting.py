@@ -53,6 +53,7 @@ class ActedExperience(Experience):
     replacements: int = 10  # of each actor
     recorded: Path | None = None  # the directory of the run, for the log of actors' tickets
     replayed: Path | None = None  # that of a run whose actors' tickets are acted again
+    one_start: bool = False  # of that run is all that a collector acts for
     film: Callable[[nn.Module, Path], object] | None = None  # of an episode, to a file
 
     def __post_init__(self) -> None:
@@ -91,8 +92,8 @@ class ActedExperience(Experience):
     def recorded_in(self, run: Path) -> ActedExperience:
         return replace(self, recorded=run)
 
-    def replayed_from(self, run: Path) -> ActedExperience | None:
-        return replace(self, replayed=run) if self.actors else None
+    def replayed_from(self, run: Path, *, each_process: bool = False) -> ActedExperience | None:
+        return replace(self, replayed=run, one_start=each_process) if self.actors else None
 
     def show(self, model: nn.Module, run: Path) -> None:
         if self.film is not None:
@@ -204,7 +205,8 @@ class _OfActors(_Rollouts):
         self._starts = starts_of(asked.replayed, environments) if asked.replayed is not None else None
 
     def _begins_anew(self, step: int) -> bool:
-        return self._starts is not None and step in self._starts
+        # a successor may have begun with the very batch that its predecessor had computed last
+        return self._starts is not None and not self._asked.one_start and step in self._starts
 
     def _begin(self, step: int) -> None:
         super()._begin(step)
