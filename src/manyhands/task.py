@@ -28,7 +28,7 @@ from manyhands.data.store.rundir import OWN_NAMES
 from manyhands.errors import UserError, check_count, named_arguments, nearest, require_parameters
 from manyhands.strategy import Strategy
 
-__all__ = ["Metric", "Passes", "RowsOf", "StatefulMetric", "Task"]
+__all__ = ["Metric", "Passes", "RowsOf", "StatefulMetric", "Task", "TextWork"]
 
 _RESERVED_METRICS = ("loss", "evaluation_loss")
 _BUILDERS = (
@@ -117,6 +117,18 @@ class Passes:
     total: float | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextWork:
+    """What a sample is, where it is text: a run then tells tokens a second, and the share of a GPU's peak (MFU)."""
+
+    tokens: float
+    """Of one sample."""
+    flops: float
+    """Of forward and backward of one sample."""
+    formula: str
+    """How they are counted, in words."""
+
+
 @named_arguments
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
@@ -191,6 +203,8 @@ class Task:
     """Where the run's history is to tell the mean loss of each pass over the data."""
     records_each: float = 1.0
     """How many records of the user's one sample of `data` stands for, on average, where speed is reported."""
+    text_work: TextWork | None = None
+    """What a sample of text is, where the run is to tell tokens a second, and MFU."""
     compiled: ClassVar[bool] = False
     """Whether its step is compiled: see `KernelTask`."""
     epochs: ClassVar[int] = 1

@@ -174,7 +174,7 @@ def explain_command(asked: _ExplainOptions) -> None:
     from manyhands.data.store.rundir import RunDirectory
     from manyhands.observe.analyse.explain import explain, paragraph
     from manyhands.observe.analyse.gpu_idle import gpu_words
-    from manyhands.observe.analyse.remarks import codec_words, layers_sent, privacy_words
+    from manyhands.observe.analyse.remarks import codec_words, layers_sent, privacy_words, speed_words
     from manyhands.observe.draw.time_table import layers_table, parts_table, workers_table
     from manyhands.observe.record.checked_values import text
     from manyhands.observe.record.recorded import read_run_events
@@ -199,6 +199,8 @@ def explain_command(asked: _ExplainOptions) -> None:
     if layers:
         out.print(layers_table(layers), "", sep="\n")
     out.print(words)
+    if speed := speed_words(summary):
+        out.print(speed)
     for worker, gpu in gpus.items():
         out.print(gpu_words(worker, gpu))
     more: dict[str, Any] = {"layers": layers} if layers else {}

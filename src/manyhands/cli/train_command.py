@@ -225,6 +225,8 @@ def end_run(run: Run, out: Path, json_file: Path | None, table: TaskTable | None
 
 
 def _print_end(summary: Mapping[str, Any], path: Path | None, table: Any) -> None:
+    from manyhands.observe.analyse.remarks import speed_words
+
     out = Console(highlight=False)
     final = "  ".join(f"{name} {value:.4f}" for name, value in summary["final"].items())
     workers, steps = num_of(summary["workers"], "worker"), num_of(summary["steps"], "step")
@@ -232,6 +234,8 @@ def _print_end(summary: Mapping[str, Any], path: Path | None, table: Any) -> Non
         f"{summary['task']} · {summary['strategy']} · {workers} · {steps} in "
         f"{summary['seconds']:.1f} s · {summary['samples_per_s']:,.0f} samples/s"
     )
+    if speed := speed_words(summary):
+        out.print(f"speed  {speed}", soft_wrap=True)
     out.print(f"final  {final}")
     out.print(table)
     if summary["bytes_sent"]:

@@ -95,6 +95,7 @@ class KernelTask(ABC):
     metrics: ClassVar[Mapping[str, Metric]] = {}
     files: ClassVar[Mapping[str, str]] = {}
     records_each: ClassVar[float] = 1.0
+    text_work: ClassVar[None] = None
     name: ClassVar[str]
 
     @property

@@ -25,6 +25,7 @@ from manyhands.engine.device import sharing_sentence
 from manyhands.engine.footprint import cost_of, sizes_of
 from manyhands.engine.request import Request
 from manyhands.engine.run import History, PassLosses, Run
+from manyhands.engine.text_speed import text_speed
 from manyhands.engine.training import Result, Stage, Training, training_class
 from manyhands.errors import Aborted, CorruptCheckpoint, ManyhandsError, NonFinite, UserError
 from manyhands.observe.record.checked_values import final_loss, final_metrics
@@ -331,6 +332,19 @@ class _Session:
         if options.tells_interruption and options.resume_command != "":
             _log.warning(f"manyhands: ended by {number.name}; {kept}{how}")
 
+    def _text_speed(self, observed: Mapping[str, Any]) -> dict[str, Any]:
+        """Of a run of text in which a step is a batch of all workers."""
+        request, plan = self._request, self._request.plan
+        if not request.strategy.facts.stepwise:
+            return {}
+        return text_speed(
+            plan.task.text_work,
+            batch=plan.task.batch_size,
+            ends=[row["at_s"] for row in self.history if "loss" in row and "at_s" in row],
+            used=observed,
+            half=plan.autocast,
+        )
+
     def _summarise(self, result: Result, wall_s: float) -> dict[str, Any]:
         request, rows = self._request, list(self.history)
         if self._best_step is not None:  # the weights are those of that step
@@ -353,6 +367,7 @@ class _Session:
             "startup_s": max(0.0, wall_s - seconds),
             "samples": samples,
             "samples_per_s": samples / seconds if seconds else 0.0,
+            **self._text_speed(observed),
             "final": final,
             "bytes_sent": result.sent.total.bytes_sent,
             "messages_sent": result.sent.total.messages_sent,

@@ -30,6 +30,7 @@ from manyhands.engine.device import device_of
 from manyhands.engine.exchange import Exchange, Resources, SentFor
 from manyhands.engine.reporting import NOTES, ProcessContext, WorkerContext
 from manyhands.engine.run import RowsInOrder
+from manyhands.engine.text_speed import device_use, largest_use
 from manyhands.engine.training import Result, Stage, Training, training_class
 from manyhands.engine.worker import Trained, Trainer
 from manyhands.errors import UserError
@@ -160,7 +161,7 @@ class ProcessTraining(Training):
             seconds=finished[0]["seconds"],
             stopped_early=finished[0]["stopped_early"],
             sent=sum((SentFor.from_dict(one["sent"]) for one in finished), SentFor()),
-            observed={**observed, **besides},
+            observed={**observed, **largest_use(finished), **besides},
             notes=self.notices(finished),
         )
 
@@ -414,7 +415,8 @@ def _take_part(
             keep(trained.state_dict())
         worker_context.record(EventKind.LEAVE, time.monotonic_ns())
     done = {"steps_done": trained.steps_done, "samples": trained.samples, "seconds": trained.seconds}
-    return {**done, "stopped_early": trained.stopped_early, **report}
+    used = device_use(device_of(job.plan.device, resources.rank))
+    return {**done, **used, "stopped_early": trained.stopped_early, **report}
 
 
 def _resources(context: RoleContext, job: WorkerJob) -> Resources:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from manyhands.errors import UserError
+from manyhands.errors import UserError, format_bytes
 from manyhands.observe.analyse.slow_workers import Late, Straggler
 from manyhands.observe.analyse.totals import TotalsSnapshot
 from manyhands.observe.record.checked_values import number, text, whole
@@ -151,3 +151,20 @@ def codec_words(summary: Mapping[str, Any]) -> list[str]:
         if (step := whole(row.get("step"))) is not None
     ]
     return [f"{codec_sentence(choices if isinstance(found, list) else None)}."]
+
+
+def speed_words(summary: Mapping[str, Any]) -> str:
+    """Of a run of text: tokens a second, MFU and the peak of memory; malformed entries are ignored."""
+    tokens, memory = number(summary.get("tokens_per_s")), whole(summary.get("peak_memory_bytes"))
+    if tokens is None:
+        return ""
+    words, mfu = [f"{tokens:,.0f} tokens/s in the median step"], summary.get("mfu")
+    if isinstance(mfu, Mapping):
+        share, peak = number(mfu.get("share")), number(mfu.get("peak_flops"))
+        if share is not None and peak is not None:
+            formula = text(mfu.get("formula"))
+            words.append(f"MFU {share:.1%} of {peak / 1e12:,.0f} TFLOP/s, by {formula}")
+    if memory is not None and memory >= 0:
+        where = "GPU" if "device_name" in summary else "process"
+        words.append(f"peak memory of a worker's {where} {format_bytes(memory)}")
+    return " · ".join(words)

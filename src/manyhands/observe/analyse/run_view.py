@@ -21,7 +21,13 @@ from manyhands.observe.analyse import view as views
 from manyhands.observe.analyse.curves import HistoryCurves, RateCurve
 from manyhands.observe.analyse.participants import Members, PartiesHistory
 from manyhands.observe.analyse.recent import SHOWN, WINDOW_NS, Recent, Seen
-from manyhands.observe.analyse.remarks import about_imbalance, about_quiet, about_workers, privacy_words
+from manyhands.observe.analyse.remarks import (
+    about_imbalance,
+    about_quiet,
+    about_workers,
+    privacy_words,
+    speed_words,
+)
 from manyhands.observe.analyse.totals import Totals, TotalsSnapshot
 from manyhands.observe.analyse.view import ModelView
 from manyhands.observe.record.checked_values import number, text, whole
@@ -229,7 +235,7 @@ class Gather:
             happenings=self._happenings(),
             warnings=self._warnings(snapshot, servers, now_ns, phase, held),
             notes=(*self._notes, *odd),
-            notices=tuple(privacy_words(summary)),
+            notices=(*privacy_words(summary), *filter(None, [speed_words(summary)])),
             evaluating=phase is views.Phase.RUNNING and snapshot.evaluating,
         )
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from contextlib import closing
 from typing import cast
 
+import torch
+
 from manyhands.engine.device import device_of
 from manyhands.engine.exchange import Exchange, SingleExchange
+from manyhands.engine.text_speed import device_use, largest_use
 from manyhands.engine.training import Result, Stage, Training
 from manyhands.engine.worker import Trainer
 from manyhands.native.heap import freed_memory_kept
@@ -25,13 +28,16 @@ class SingleTraining(Training):
             with stage.view(collector):
                 worker_context = _Here(ring, stage)
                 strategy = cast(Single, self._request.strategy)
+                device = device_of(self._request.plan.device, 0)
+                if device.type == "cuda":  # of this run alone
+                    torch.cuda.reset_peak_memory_stats(device)
                 exchange: Exchange = SingleExchange()
                 if strategy.device_memory:
-                    device = device_of(self._request.plan.device, 0)
                     exchange = OffloadExchange(strategy.device_memory, device, strategy.offload)
                 with closing(exchange), freed_memory_kept():
                     trainer = Trainer(self._request.plan, exchange, worker_context, stage.checkpoints())
                     trained = trainer.run(self._start)
+                    used = device_use(device)
                 if self._request.plan.restore_best:
                     trained.model.load_state_dict(trained.state_dict())
             collector.flush()
@@ -41,7 +47,7 @@ class SingleTraining(Training):
                 samples=trained.samples,
                 seconds=trained.seconds,
                 stopped_early=trained.stopped_early,
-                observed=collector.summary(),
+                observed={**collector.summary(), **largest_use([used])},
             )
 
 

@@ -132,8 +132,9 @@ def bert(options: BertOptions | None = None) -> Task:
         )
         task, rows = _task(options, *parts), parts.training.dataset
         if isinstance(rows, MaskedDocuments):
-            task = replace(task, loss=masked_losses, weights=rows.num_targets[: len(parts.training)])
-        return task
+            weights = rows.num_targets[: len(parts.training)]
+            return replace(task, loss=masked_losses, weights=weights)
+        return replace(task, text_work=options.text_work(partial(masked_model, options)))
     if sizes.context < 3 or sizes.vocabulary < FIRST_BYTE + VOCABULARY:
         raise UserError(
             f"context is {sizes.context} and vocabulary {sizes.vocabulary}; rows of bytes need a context of at least "
@@ -142,7 +143,8 @@ def bert(options: BertOptions | None = None) -> Task:
     training, evaluation = (
         MaskedBytes(text, sizes.context, seed) for text in held_out_text(options, sizes.context)
     )
-    return _task(options, training, evaluation)
+    task = _task(options, training, evaluation)
+    return replace(task, text_work=options.text_work(partial(masked_model, options)))
 
 
 def _task(

@@ -8,11 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar, NamedTuple, TypeVar
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from manyhands.errors import UserError
+from manyhands.task import TextWork
 from manyhands.workloads.language.huggingface import (
     CheckpointLayout,
     HasLayout,
@@ -94,6 +96,7 @@ _OF_CHECKPOINT = UsualRate(5e-5, 0)  # Devlin et al. 2018, appendix A.3: of all 
 Model = TypeVar("Model", bound=nn.Module)
 _PRESET = "the preset's"
 _MULTIPLE = 64  # of rows in an embedding: what the matrix units of GPUs take at once
+_COUNTED = "6 FLOP a token for each parameter but the positions, and 12·layers·width·tokens of a row"
 _LAYERS = "c_attn for gpt; query, value for bert"
 
 
@@ -198,6 +201,16 @@ class SizedOptions(TextOptions):
             raise UserError(f"lora is {self.lora}; it must be at most the width, {self.sizes.width}")
         object.__setattr__(self, "lora_alpha", self.lora_alpha or 2.0 * self.lora)
         object.__setattr__(self, "lora_layers", self.lora_layers or self.layout.adapted)
+
+    def text_work(self, build: Callable[[], nn.Module]) -> TextWork | None:
+        """What a row costs a model that learns all its weights, as PaLM counts (Chowdhery et al. 2022, appendix B)."""
+        if self.lora is not None:
+            return None
+        with torch.device("meta"):
+            parameters = sum(one.numel() for one in build().parameters())
+        sizes, length = self.sizes, self.length or self.sizes.context
+        each = 6 * (parameters - sizes.context * sizes.width) + 12 * sizes.layers * sizes.width * length
+        return TextWork(tokens=length, flops=each * length, formula=_COUNTED)
 
     def adapted(self, model: Model) -> Model:
         """A model of these sizes, with the adapters that are asked for."""
