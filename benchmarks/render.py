@@ -46,7 +46,7 @@ from render_models import (
 )
 from render_plan import auto_speed, link_errors, plan_errors
 from render_public import public_tables
-from render_rl import rl_inference, rl_kills, rl_learning, rl_returns, rl_simulation
+from render_rl import rl_inference, rl_kills, rl_lags, rl_learning, rl_returns, rl_simulation
 from render_startup import startup_times
 from render_text import curves, tokenizing_speed, tuning_scores
 from render_wire import local_steps, wire_time
@@ -405,6 +405,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "rl-kills": rl_kills,
     "rl-inference": rl_inference,
     "rl-returns": rl_returns,
+    "rl-lags": rl_lags,
     "inference": inference_speed,
     "local steps": local_steps,
     "ray actor": ray_actor,

@@ -63,16 +63,36 @@ def rl_inference() -> str:
 
 
 def rl_returns() -> str:
-    result = load("rl-learning")
     rows = [["", "", "frames", "seeds", "return", "95 % interval", "least", "seconds"]]
-    for env in ("CartPole-v1", "Acrobot-v1"):
-        for name, one in result.get(env, {}).items():
-            if not name.startswith("lag"):
-                rows.append([env, name, f"{one['frames']:,}", str(one["seeds"]), *_reached(one)])
-                rows[-1].append(f"{one['seconds']:.0f}")
+    machines = []
+    for env, file in (("CartPole-v1", "rl-learning"), ("Acrobot-v1", "rl-acrobot")):
+        result = load(file)
+        machines.append(f"{env}: {_machine(result)}")
+        for name in ("A2C", "A3C", "IMPALA", "PPO"):
+            one = result[env][name]
+            rows.append([env, name, f"{one['frames']:,}", str(one["seeds"]), *_reached(one)])
+            rows[-1].append(f"{one['seconds']:.0f}")
+    return f"**{'; '.join(machines)}**\n\n{markdown(rows)}"
+
+
+def rl_lags() -> str:
+    """V-trace on and off, by the bound on the lag: the return at the end, and at each quarter of a run."""
+    result = load("rl-lags")
+    found = result["CartPole-v1"]
+    rows = [
+        ["bound", "lag, mean", "V-trace", "seeds", "return", "95 % interval", "least", "after each quarter"]
+    ]
+    for lag in (0, 4, 16, 64):
+        for kind in ("with", "without"):
+            one = found[f"lag {lag} {kind} V-trace"]
+            curve = ", ".join(f"{value:.0f}" for value in one["curve"])
+            rows.append([str(lag), f"{one['lag']:.1f}", kind, str(one["seeds"]), *_reached(one), curve])
+    return f"**{_machine(result)}**\n\n{markdown(rows)}"
+
+
+def _machine(result: dict[str, Any]) -> str:
     machine = result["machine"]
-    about = f"**{machine['cores']} cores ({machine['processor']}), torch {machine['torch']}**"
-    return f"{about}\n\n{markdown(rows)}"
+    return f"{machine['cores']} cores ({machine['processor']}), torch {machine['torch']}"
 
 
 def _reached(one: dict[str, Any]) -> list[str]:
