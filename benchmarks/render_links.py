@@ -71,6 +71,7 @@ _ASKED_OVER_PEER, _MATTERS = 1.2, 1.2
 
 def _steps_table(result: dict[str, Any]) -> str:
     extra = [one["way"] for one in result["cells"][0]["ways"][3:]]  # beside alone, the peer and ours
+    cores = {row.get("cores_per_host", 1) for row in result["cells"]}
     table = [
         [
             "hosts × workers, cable",
@@ -95,7 +96,7 @@ def _steps_table(result: dict[str, Any]) -> str:
         over_peer.append(ahead)
         table.append(
             [
-                f"{row['hosts']} × {row['per_host']}, {cable}",
+                f"{row['hosts']} × {row['per_host']}, {cable}{_of_cores(row) if len(cores) > 1 else ''}",
                 f"{row['bound']}: {row['rows']} rows",
                 _milliseconds(ways["alone"]),
                 _milliseconds(row["cable_s"]) if shaped else "–",
@@ -108,20 +109,28 @@ def _steps_table(result: dict[str, Any]) -> str:
         )
     counts = [len(one["step_s_rounds"]) for row in result["cells"] for one in row["ways"]]
     rounds = " to ".join(map(str, sorted({min(counts), max(counts)})))
-    each = result["cells"][0].get("cores_per_host")
-    where = f"on hosts of {each} cores" if each else f"on {result['cores']} cores"
     about = (
-        f"`allreduce` {where}, {result['cells'][0]['gradient_bytes'] / 1e6:.1f} MB of gradients of "
-        f"16 layers, medians of {rounds} rounds, load {result['load_before']:.1f} when it began. Aims: ÷ bound at most "
+        f"`allreduce` on {result['cores']} cores, {result['cells'][0]['gradient_bytes'] / 1e6:.1f} MB of gradients of "
+        f"16 layers, medians of {rounds} rounds, load {_loads(result)} when it began. Aims: ÷ bound at most "
         f"1.10 at 1 Gbit/s and 1.25 at 10 ({sum(over_bound)} of {len(over_bound)}); DDP ÷ ours at least 1.2 where DDP "
         f"takes 1.2 × computing or more, at least 1 elsewhere ({sum(over_peer)} of {len(over_peer)}). Misses have a ✗."
     )
     return f"{about}\n\n{markdown(table)}"
 
 
+def _of_cores(row: dict[str, Any]) -> str:
+    each = row["cores_per_host"]
+    return f", {each} core{'s' * (each > 1)} a host"
+
+
 def _asked_of_peer(ways: dict[str, float]) -> float:
     """How many times as fast as DDP a step should be: more where communication matters."""
     return _ASKED_OVER_PEER if ways["ddp gloo"] >= _MATTERS * ways["alone"] else 1.0
+
+
+def _loads(result: dict[str, Any]) -> str:
+    """Of each part, where parts began one after the other."""
+    return ", ".join(f"{load:.1f}" for load in result.get("loads_before", [result["load_before"]]))
 
 
 def _marked(ratio: float, met: bool) -> str:
