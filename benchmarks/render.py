@@ -48,7 +48,7 @@ from render_plan import auto_speed, link_errors, plan_errors
 from render_public import public_tables
 from render_rl import rl_inference, rl_kills, rl_lags, rl_learning, rl_returns, rl_simulation
 from render_startup import startup_times
-from render_text import curves, tokenizing_speed, tuning_scores
+from render_text import bert_settings, curves, tokenizing_speed, tuning_scores
 from render_wire import local_steps, wire_time
 from results_read import RENAMED, RESULTS, ROOT, load, markdown, show_percent, show_ratio, show_time
 
@@ -411,6 +411,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "ray actor": ray_actor,
     "events overhead": events_overhead,
     "events cost": events_cost,
+    "bert settings": bert_settings,
     "curves": curves,
     "desync cost": desync_cost,
     "steps": step_scaling,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from results_read import has, load, markdown, show_ratio
+from results_read import load, markdown, show_ratio
 
 
 def tokenizing_speed() -> str:
@@ -40,30 +39,38 @@ def tuning_scores() -> str:
 
 
 def curves() -> str:
-    """Loss over tokens of GPT and BERT, by `mh.fit` and by hand, and who speaks a line after that."""
-    found = [load(f"curves-{name}") for name in ("gpt", "bert") if has(f"curves-{name}")]
-    return "\n\n".join(part for result in found for part in _curves_of(result))
+    """Loss over tokens of GPT and BERT, by `mh.fit` and by hand."""
+    result = load("curves")
+    return "\n\n".join(_curve(result, name, one) for name, one in result["models"].items())
 
 
-def _curves_of(result: dict[str, Any]) -> Iterator[str]:
-    for name, one in result["models"].items():
-        rows = [
+def _curve(result: dict[str, Any], name: str, one: dict[str, Any]) -> str:
+    by_fit, by_hand = (one["curves"].get(loop, ()) for loop in ("mh.fit", "plain"))
+    names = ["`mh.fit`", "by hand"] if by_hand else ["`mh.fit`"]
+    rows = [["tokens, millions", *(f"{what}, {way}" for what in ("loss", "held out") for way in names)]]
+    for points in zip(by_fit, by_hand, strict=False) if by_hand else ((one,) for one in by_fit):
+        losses = [f"{way[key]:.3f}" for key in ("loss", "held_out") for way in points]
+        rows.append([f"{points[0]['tokens'] / 1e6:,.1f}", *losses])
+    size = f"{one['parameters'] / 1e6:.0f} million parameters"
+    return f"**`{name}`, {size}, {one['steps']:,} steps, {result['device']}**\n\n{markdown(rows)}"
+
+
+def bert_settings() -> str:
+    """Held-out loss over tokens of BERT, by settings of the optimizer: a table for each number of layers."""
+    tables: dict[tuple[float, ...], dict[str, list[float]]] = {}
+    for name, one in load("curves-settings")["models"].items():
+        points = one["curves"]["mh.fit"][1::2]
+        at = tuple(point["tokens"] for point in points)
+        tables.setdefault(at, {})[name] = [point["held_out"] for point in points]
+    return "\n\n".join(
+        markdown(
             [
-                "tokens, millions",
-                "loss, `mh.fit`",
-                "by hand",
-                "held out, `mh.fit`",
-                "by hand",
+                ["tokens, millions", *losses],
+                *(
+                    [f"{tokens / 1e6:,.1f}", *(f"{one:.2f}" for one in row)]
+                    for tokens, *row in zip(at, *losses.values(), strict=True)
+                ),
             ]
-        ]
-        for ours, plain in zip(*one["curves"].values(), strict=True):
-            losses = [f"{way[key]:.3f}" for key in ("loss", "held_out") for way in (ours, plain)]
-            rows.append([f"{ours['tokens'] / 1e6:,.1f}", *losses])
-        size = f"{one['parameters'] / 1e6:.0f} million parameters"
-        yield f"**`{name}`, {size}, {one['steps']:,} steps, {result['device']}**\n\n{markdown(rows)}"
-    if result["tuned"]:
-        rows = [["who speaks the line?", "accuracy", "macro-F1"]]
-        for row in result["tuned"]:
-            rate = f", learning rate {row['learning_rate']:g}" if "learning_rate" in row else ""
-            rows.append([row["model"] + rate, f"{row['accuracy']:.1%}", f"{row['macro_f1']:.1%}"])
-        yield markdown(rows)
+        )
+        for at, losses in tables.items()
+    )
