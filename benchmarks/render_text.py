@@ -24,18 +24,20 @@ def tokenizing_speed() -> str:
 
 
 def tuning_scores() -> str:
-    """Accuracy and macro-F1 of a BERT, pre-trained or not, beside logistic regression."""
+    """Accuracy and macro-F1 of a BERT that was trained here, beside logistic regression."""
     result = load("tuning")
-    rows = [["who speaks the line?", "accuracy", "macro-F1", "seconds"]]
-    for row in result["rows"]:
-        scores = [f"{row[name]:.1%}".replace("%", " %") for name in ("accuracy", "macro_f1")]
-        rows.append([row["model"], *scores, f"{row['seconds']:.0f}"])
-    before = result["pretraining"]
-    lines = f"{result['learned']:,} lines to learn from, {result['held_out']} held out"
-    trained = f"{before['steps']} steps of masked word pieces before, {before['seconds']:.0f} s"
-    measured = f"{result['cores']} cores, {result['epochs']} epochs, median of {result['seeds']} seeds"
-    about = f"**{result['roles']} roles of Shakespeare, {lines}; {measured}; {trained}**"
-    return f"{about}\n\n{markdown(rows)}"
+    return "\n\n".join(_tuned(result, name, one) for name, one in result["units"].items())
+
+
+def _tuned(result: dict[str, Any], name: str, one: dict[str, Any]) -> str:
+    rows = [[f"who speaks the {name}?", "accuracy", "macro-F1"]]
+    for row in one["rows"]:
+        scores = [f"{row[key]:.1%}".replace("%", " %") for key in ("accuracy", "macro_f1")]
+        rows.append([row["model"], *scores])
+    before = result["base"]
+    base = f"{before['tokens'] / 1e6:.0f} million masked tokens before, loss {before['held_out']:.2f}"
+    about = f"{result['roles']} roles, {one['learned']:,} rows to learn from, {one['held_out']:,} held out; {base}"
+    return f"**{about}**\n\n{markdown(rows)}"
 
 
 def curves() -> str:

@@ -401,6 +401,7 @@ def measured(asked: argparse.Namespace) -> None:
         if time.monotonic() > until:
             raise SystemExit(f"{asked.work / 'base'} is not there: curves.py has not written its BERT")
         time.sleep(1)
+    result["base"] = json.loads((asked.work / "bert-mh.fit.json").read_text())["points"][-1]
     spawning = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(asked.processes, mp_context=spawning) as pool:
         under_way = {unit.name: bases_of(unit.name, lines, pool, asked) for unit in UNITS}
