@@ -77,7 +77,7 @@ class UsualRate(NamedTuple):
     warm_up: int
 
 
-# Brown et al. 2020, table 2.1, by size. Twelve layers of BERT stayed at the frequencies of the tokens with 3e-4 after 94
+# Brown et al. 2020, table 2.1, by size. Twelve layers of BERT stayed at the frequencies of the tokens with 3e-4 and 94
 # steps of warm-up; measured by benchmarks/curves.py.
 GPT_RATES = {
     "tiny": UsualRate(1e-3, 0),
