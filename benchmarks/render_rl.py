@@ -1,7 +1,8 @@
-"""The tables of `rl_speed.py` and `rl_learning.py` in the documents."""
+"""The tables of `rl_speed.py`, `rl_learning.py` and `rl_kills.py` in the documents."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
@@ -101,21 +102,23 @@ def _reached(one: dict[str, Any]) -> list[str]:
 
 
 def rl_kills() -> str:
+    """Kills of runs of each strategy, what was found at their ends, and what they and undisturbed ones had learned."""
+    found = load("rl-kills")
+    killed = ("actors", "workers", "servers")
+    head = [f"{who} killed" for who in killed]
     rows = [
-        [
-            "",
-            "actors killed",
-            "learners killed",
-            "resumed",
-            "rollouts dropped",
-            "audit",
-            "return",
-            "undisturbed",
-        ]
+        ["", "runs", *head, "rollouts dropped", "audit complete", "same bytes again", "return", "undisturbed"]
     ]
-    for found in load("rl-kills"):
-        killed = [str(found["killed"][who]) for who in ("actors", "learners")]
-        counts = [str(found[name]) for name in ("resumed", "dropped", "verdict")]
-        returns = [f"{found[name]:.0f}" for name in ("return", "return undisturbed")]
-        rows.append([f"`{found['strategy']}`", *killed, *counts, *returns])
-    return markdown(rows)
+    for strategy in dict.fromkeys(one["strategy"] for one in found):
+        runs = [one for one in found if one["strategy"] == strategy]
+        counts = [sum(one["killed"][who] for one in runs) for who in killed]
+        dropped = sum(one["dropped"] for one in runs)
+        kept = [sum(one[what]["status"] == 0 for one in runs) for what in ("audit", "replay")]
+        returns = [_each(one[name] for one in runs) for name in ("return", "return undisturbed")]
+        rows.append([f"`{strategy}`", *map(str, (len(runs), *counts, dropped, *kept)), *returns])
+    about = f"**{found[0]['cores']} cores, torch {found[0]['torch']}; {found[0]['steps']:,} steps a run**"
+    return f"{about}\n\n{markdown(rows)}"
+
+
+def _each(values: Iterable[float]) -> str:
+    return ", ".join(f"{one:.0f}" for one in sorted(values))
