@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from manyhands.workloads.tasks import build
 
 POINTS = 12  # of a curve
 BATCH, MICROBATCHES, HELD_OUT, PEAK = 96, 1, 1 << 18, 6e-4
+CURVES: dict[str, bool | str] = {"bfloat16": True, "fp8": "fp8"}
 
 
 def scheduled(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
@@ -55,24 +57,28 @@ def task_of(tokens: Path, steps: int, *, tiny: bool) -> Task:
     )
 
 
-def curve(task: Task, steps: int, device: str, autocast: bool | str) -> list[dict[str, Any]]:
+def curve(
+    task: Task, steps: int, device: str, autocast: bool | str, say: Callable[[dict[str, Any]], None]
+) -> None:
+    losses: list[float] = []
+
+    def hear(rows: Sequence[Mapping[str, Any]]) -> None:
+        for row in rows:
+            if "loss" in row:
+                losses.append(row["loss"])
+            if "metrics" in row:
+                at = {"step": row["step"], "seconds": row["at_s"], "loss": statistics.fmean(losses)}
+                say({**at, "held_out": row["metrics"]["evaluation_loss"]})
+                losses.clear()
+
     options = mh.Options(
         autocast=autocast if device != "cpu" else True,
         progress="none",
         evaluate_every=max(1, steps // POINTS),
         checkpoint_every=10**9,
+        on_rows=hear,
     )
-    run = mh.fit(task, "single", steps=steps, seed=SEED, device=device, options=options)
-    losses: list[float] = []
-    points = []
-    for row in run.history:
-        if "loss" in row:
-            losses.append(row["loss"])
-        if "metrics" in row:
-            at = {"step": row["step"], "seconds": row["at_s"], "loss": statistics.fmean(losses)}
-            points.append({**at, "held_out": row["metrics"]["evaluation_loss"]})
-            losses = []
-    return points
+    mh.fit(task, "single", steps=steps, seed=SEED, device=device, options=options)
 
 
 def main() -> None:
@@ -81,6 +87,7 @@ def main() -> None:
     )
     parser.add_argument("--tokens", type=Path, required=True, help="a folder of `manyhands tokenize`")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--curves", default=",".join(CURVES), help="others in the file of --json stay")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="sizes to try this with")
     parser.add_argument("--json", type=Path)
@@ -96,12 +103,18 @@ def main() -> None:
         "tokens_of_a_step": task.batch_size * (task.data[0].shape[-1] - 1),
         "curves": {},
     }
-    for name, autocast in (("bfloat16", True), ("fp8", "fp8")):
-        points = curve(task, asked.steps, asked.device, autocast)
-        result["curves"][name] = points
-        print(name, points[-1], flush=True)
-        if asked.json:
-            asked.json.write_text(json.dumps(result, indent=1) + "\n")
+    if asked.json and asked.json.is_file():
+        result["curves"] = json.loads(asked.json.read_text())["curves"]
+    for name in asked.curves.split(","):
+        points = result["curves"][name] = []
+
+        def say(point: dict[str, Any], name: str = name, points: list[dict[str, Any]] = points) -> None:
+            points.append(point)
+            print(name, point, flush=True)
+            if asked.json:  # what is measured stays, whatever comes
+                asked.json.write_text(json.dumps(result, indent=1) + "\n")
+
+        curve(task, asked.steps, asked.device, CURVES[name], say)
 
 
 if __name__ == "__main__":

@@ -158,6 +158,7 @@ def test_what_cannot_compute_it_says_so_before_training(monkeypatch: pytest.Monk
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="it needs a GPU")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what torch's compiler imports
 @pytest.mark.parametrize("name", ["gpt", "bert"])
 def test_a_run_in_eight_bits_learns_what_one_in_sixteen_does(name: str) -> None:
     run = partial(mh.fit, build(name), "single", steps=40, seed=0, device="cuda")
