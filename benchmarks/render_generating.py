@@ -23,8 +23,9 @@ def _rates(name: str) -> str:
     rows = [["tokens/s", *_TITLES.values(), "served to batch"]]
     for row in result["rows"]:
         rates = row["tokens_per_s"]
-        cells = [f"{rates[way]:,.0f}" for way in _TITLES]
-        rows.append([f"{row['model']}, {row['case']}", *cells, show_ratio(rates["served"] / rates["batch"])])
+        cells = [f"{rates[way]:,.0f}" if way in rates else "" for way in _TITLES]
+        ratio = show_ratio(rates["served"] / rates["batch"]) if "served" in rates else ""
+        rows.append([f"{row['model']}, {row['case']}", *cells, ratio])
     place = f"{result['cores']} cores ({result['machine']})"
     if result["device"] != "cpu":
         place = f"One {result['machine']}, {result['cores']} cores, bfloat16"

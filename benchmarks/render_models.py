@@ -137,17 +137,27 @@ def _language(name: str, found: dict[str, Any]) -> str:
 
 def two_workers() -> str:
     """What two workers on one GPU, and on the cores of a host, wait for the exchange of a GPT's gradients."""
-    names = [name for name in ("two-workers-gpu", "two-workers-16") if has(name)]
-    head = ["two workers on", "one worker", "two", "two, no exchange", "the exchange alone", "of it hidden"]
-    rows = [[*head, "two to one"]]
-    for result in map(load, names):
+    head = [
+        "two workers on",
+        "one worker",
+        "two",
+        "two, no exchange",
+        "left to wait for",
+        "of it hidden",
+        "two to one",
+    ]
+    rows = [head]
+    for result in [load(name) for name in ("two-workers-gpu", "two-workers-16") if has(name)]:
         found, work = result["medians"], result["work"]
         place = f"{result['cores']} cores" if result["device"] == "cpu" else f"one {result['device']}"
         size = f"{result['parameters'] / 1e6:.0f} M parameters, {work['batch'] * work['context']:,} tokens a step"
-        for kind in ("", "compiled ") if "compiled two" in found else ("",):
-            times = (found[name] for name in ("one", f"{kind}two", f"{kind}apart", "exchange_s"))
-            hidden = f"{100 * min(1.0, max(0.0, found[f'{kind}hidden'])):.0f} %"
+        for kind in ("", "compiled "):
+            if f"{kind}two" not in found or f"{kind}apart" not in found:
+                continue
+            one, two, apart = (found[name] for name in ("one", f"{kind}two", f"{kind}apart"))
+            hidden = found.get(f"{kind}hidden")
+            share = "not measured" if hidden is None else f"{100 * min(1.0, max(0.0, hidden)):.0f} %"
+            times = [f"{1e3 * seconds:,.0f} ms" for seconds in (one, two, apart, two - apart)]
             about = f"{place}{', `compile=True`' * bool(kind)}: {size}"
-            ratio = f"{found[f'{kind}times_one']:.2f}×"
-            rows.append([about, *(f"{1e3 * one:,.0f} ms" for one in times), hidden, ratio])
+            rows.append([about, *times, share, f"{one / two:.2f}×"])
     return markdown(rows)
