@@ -41,7 +41,8 @@ class Watch:
     """Watches the process that computes with a model whose modules are `hooked`; writes what it saw to `folder`.
 
     It begins with the first module of the first batch, when nothing is saved for backward, and writes after `until`
-    more; what counts is the second half of that. Tensors of `data` are not the model's.
+    more; what counts is the second half of that. Tensors of `data` are not the model's. What other threads have made
+    and kept is told apart, as a codec's memory is where gradients are exchanged beside backward.
     """
 
     def __init__(self, folder: Path, until: int, data: Iterable[Tensor]) -> None:
@@ -104,5 +105,7 @@ class Watch:
                 now += size
             if number > len(events) // 2:
                 peak = max(peak, now)
-        found = {"own": peak, "shared": common}
+        mine = {*alive, *shared, *self._not}
+        elsewhere = sum(size for place, size in tensors_here().items() if place not in mine)
+        found = {"own": peak, "shared": common, "elsewhere": elsewhere}
         (self.folder / f"{os.getpid()}.json").write_text(json.dumps(found))

@@ -16,6 +16,7 @@ __all__ = [
     "NOTHING_TRAVELS",
     "ONE_DEVICE",
     "Answer",
+    "CodecRate",
     "ComputeTime",
     "Facts",
     "Growth",
@@ -315,6 +316,21 @@ class LinkRate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CodecRate:
+    """How many bytes of gradients a worker gets through in a second."""
+
+    encoded_per_s: float = math.inf
+    decoded_per_s: float = math.inf
+
+    def seconds(self, encoded: float, decoded: float) -> float:
+        return encoded / self.encoded_per_s + decoded / self.decoded_per_s
+
+    def times(self, factor: float) -> CodecRate:
+        """So many times as fast."""
+        return CodecRate(encoded_per_s=factor * self.encoded_per_s, decoded_per_s=factor * self.decoded_per_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Machines:
     """Equal hosts with equal workers, whose ranks fill one host after the other.
 
@@ -332,6 +348,8 @@ class Machines:
     added_per_s: float = math.inf  # bytes of gradients that a worker adds up in a second
     costs: Mapping[str, StepCosts] = field(default_factory=dict)
     """By `Facts.cost_class`: what its steps cost here; one that is missing costs nothing."""
+    codecs: Mapping[str, CodecRate] = field(default_factory=dict)
+    """By a codec's text: how fast a worker encodes and decodes by it; one that is missing takes no time."""
 
     @property
     def workers(self) -> int:

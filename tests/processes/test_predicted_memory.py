@@ -19,10 +19,12 @@ from torch.utils._pytree import tree_leaves
 import manyhands as mh
 from live_memory import Watch
 from manyhands.data.randomness import preserved
-from manyhands.facts import ModelFootprint
-from manyhands.foresight.estimate import estimate
+from manyhands.facts import Machines, ModelFootprint
+from manyhands.foresight.estimate import Estimate, estimate
+from manyhands.foresight.plan.task_profile import TaskProfiles
 from manyhands.strategies.pipeline.strategy import Pipeline
 from manyhands.strategy import Strategy
+from manyhands.wire.names import RAW
 from manyhands.workloads.language.gpt import GPT
 from manyhands.workloads.language.next_token import next_byte_loss
 from manyhands.workloads.tasks import build
@@ -60,8 +62,10 @@ CASES = [
     ("layers", 3, "mirrored"),
     ("layers", 2, "pipeline cuts=12"),
     ("digits", 2, "pipeline cuts=4 microbatches=1"),
-    ("gpt", 2, "pipeline"),  # whose cuts are not known beforehand
+    ("gpt", 2, "pipeline"),  # whose cuts a plan finds
     ("gpt", 2, "ps"),
+    ("gpt", 2, "allreduce link=tcp codec=powersgd:2"),
+    ("layers", 2, "ps link=tcp codec=topk:0.01"),
 ]
 LONG = [
     *((name, workers, text) for name in TASKS for text in WHOLE for workers in (2, 4)),
@@ -73,27 +77,47 @@ LONG = [
     ("gpt", 4, "pipeline stages=2 cuts=3"),
     ("layers", 8, "mirrored"),
     ("layers", 8, "central"),
+    # Of small models the peak is a bucket that is decoded, which this cannot see: see test_coded_costs.py.
+    ("gpt", 4, "allreduce link=tcp codec=topk:0.01"),
+    ("gpt", 4, "allreduce link=tcp codec=powersgd:2"),
+    ("gpt", 2, "allreduce link=tcp codec=int8"),
+    ("digits", 2, "allreduce link=tcp codec=topk:0.01"),
+    ("layers", 2, "local link=tcp codec=int8"),
+    ("gpt", 2, "ps link=tcp codec=int8"),
+    *((name, workers, "pipeline") for name in ("layers", "digits") for workers in (2, 4)),
 ]
 
 
-def live(task: mh.Task, text: str, workers: int, folder: Path) -> float:
+def live(task: mh.Task, strategy: Strategy, workers: int, folder: Path) -> float:
     """Bytes of all workers together at their peaks, without samples, and what they share once."""
     data = [one for one in tree_leaves(task.data) if isinstance(one, Tensor)]
     watch, make = Watch(folder, UNTIL, data), task.model
     if workers == 1:
         watch.in_caller()
     watched = replace(task, model=lambda: watch.hooked(make()))
-    strategy = Strategy.parse(text)
     options = mh.Options(progress="none", check_every=0, allow_overload=True)
     steps = STEPS if strategy.facts.splits_batches else workers * STEPS
-    mh.fit(watched, text, workers=workers, steps=steps, options=options)
+    mh.fit(watched, strategy, workers=workers, steps=steps, options=options)
     found = [json.loads(file.read_text()) for file in folder.iterdir()]
     assert len(found) == workers
     samples = sum(one.nbytes for one in data)
     batch = samples * task.batch_size / len(data[0]) / strategy.shares(workers)
     shared = {place: size for one in found for place, size in one["shared"].items()}
     own = sum(one["own"] - (samples if workers > 1 else 0) - batch for one in found)
+    if getattr(strategy, "codec", RAW) != RAW:
+        own += sum(one["elsewhere"] for one in found)
     return own + sum(shared.values())
+
+
+def planned(task: mh.Task, strategy: Strategy, workers: int, found: Estimate) -> Strategy:
+    """With the settings that a plan finds, and `train --plan` keeps: else each run measures them anew."""
+    if not isinstance(strategy, Pipeline) or strategy.cuts:
+        return strategy
+    profile = TaskProfiles(task, found, seconds=0.3).of(workers, workers)
+    step = strategy.predict(profile, Machines(per_host=workers))
+    assert step is not None
+    settled: Strategy = step.with_settings
+    return settled
 
 
 def still_sent(strategy: Strategy, footprint: ModelFootprint) -> int:
@@ -121,11 +145,11 @@ def still_sent(strategy: Strategy, footprint: ModelFootprint) -> int:
 def test_a_peak_is_foretold_within_a_twentieth(name: str, workers: int, text: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     task = TASKS[name]()
-    footprint = estimate(task).footprint
-    strategy = Strategy.parse(text)
+    found = estimate(task)
+    footprint, strategy = found.footprint, planned(task, Strategy.parse(text), workers, found)
     said = sum(row.count * row.total for row in strategy.needs(footprint, workers) if row.who != "server")
-    seen, held = live(task, text, workers, tmp_path), still_sent(strategy, footprint)
-    print(f"{name} {workers} {text}: {said} said, {seen:.0f} seen, {100 * (said / seen - 1):+.1f} %")
+    seen, held = live(task, strategy, workers, tmp_path), still_sent(strategy, footprint)
+    print(f"{name} {workers} {strategy}: {said} said, {seen:.0f} seen, {100 * (said / seen - 1):+.1f} %")
     # Which of them are there at the peak depends on which stage is ahead.
     assert 0.95 * seen - held <= said <= 1.05 * seen + held / 2
 

@@ -18,7 +18,12 @@ from manyhands.facts import (
     StepCosts,
     TaskProfile,
 )
-from manyhands.foresight.plan.described_cluster import DescribedCluster, parse_duration, parse_rate
+from manyhands.foresight.plan.described_cluster import (
+    DescribedCluster,
+    parse_budget,
+    parse_duration,
+    parse_rate,
+)
 from manyhands.foresight.plan.plan_file import plan_record, planned
 from manyhands.foresight.plan.plan_search import (
     PlanLimits,
@@ -31,6 +36,7 @@ from manyhands.foresight.plan.planning import TaskPlan
 from manyhands.foresight.plan.track_record import SeenStep, TrackRecord
 from manyhands.strategies.auto.promised import Must
 from manyhands.strategies.registry import STRATEGIES
+from manyhands.strategy import Strategy
 
 GOOD = """
 hosts = 4
@@ -111,6 +117,7 @@ def test_a_file_is_read_in_the_units_that_people_write(tmp_path: Path) -> None:
         ("hosts = 4", "hosts = 0", 2, "hosts=0 must be an integer of at least 1"),
         ("hosts = 4", "hosts = true", 2, "hosts=True must be an integer"),
         ('"2GiB"', "2", 5, "memory=2 has no unit"),
+        ('"2GiB"', '"2"', 5, "memory='2' has no unit; write it as 80GiB"),
         ("price = 1.5", 'adds = "8"', 6, "adds='8' is not a rate above 0 with a unit"),
         ("price = 1.5", 'adds = "-1GB/s"', 6, "adds='-1GB/s' is not a rate above 0"),
         (
@@ -300,6 +307,17 @@ def test_what_costs_or_takes_too_much_is_left_out() -> None:
         plan(cluster(), steps=1000, limits=PlanLimits(seconds=1e-3))
 
 
+@pytest.mark.parametrize(("text", "seconds"), [("2h", 7200), ("90s", 90), ("1.5 min", 90), ("20ms", 0.02)])
+def test_a_budget_of_time_is_in_the_units_of_long_runs(text: str, seconds: float) -> None:
+    assert parse_budget(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["2x", "-1h", "0h", "-3", "h", "nan"])
+def test_a_budget_that_is_none_is_one_sentence(text: str) -> None:
+    with pytest.raises(UserError, match=r"--budget .* is neither a price nor a time above 0 with a unit"):
+        parse_budget(text)
+
+
 def test_of_several_numbers_of_workers_the_best_is_chosen() -> None:
     """Over a link of 1 Mbit/s two workers of one host are faster than four of two."""
     found = plan(cluster(rate=1e5), workers=(1, 2, 4), strategies=("mirrored",))
@@ -359,6 +377,9 @@ def test_the_file_of_a_plan_is_read_back_and_others_are_rejected(tmp_path: Path)
     made: Any = TaskPlan(task=None, cluster=cluster(), steps=10, ranked=found, chosen=found.best)  # type: ignore[arg-type]
     path.write_text(json.dumps(plan_record("digits", {}, made)))
     assert planned(path, "digits", {}) == (str(found.rows[0].strategy), found.rows[0].workers)
+    cut = replace(found.best, settled=Strategy.parse("pipeline cuts=3"))  # as it was predicted
+    path.write_text(json.dumps(plan_record("digits", {}, replace(made, chosen=cut))))
+    assert planned(path, "digits", {})[0] == "pipeline cuts=3"
     with pytest.raises(UserError, match="is a plan for 'digits', not for gpt"):
         planned(path, "gpt", {})
     with pytest.raises(UserError, match="is for digits with no options; give the same ones"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from manyhands.errors import UserError, num_of
 from manyhands.lab.sweep.trials import flag, parse_values
 from manyhands.strategies.auto.promised import Must
 from manyhands.strategies.registry import STRATEGIES
-from manyhands.strategy import check_count, integer, parse_size
+from manyhands.strategy import check_count, parse_size
 from manyhands.workloads.builtin_task import BuiltinTask
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def _plan(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _PlanOp
     if common.verify and common.cluster is not None:
         raise UserError("verify tries plans on this machine; leave the cluster out")
     Must.parse(common.must)
-    cluster = _cluster(common)
+    required, cluster = _required(common), _cluster(common)
     if cluster is None or cluster.device is None:  # the task is measured
         prepare_workers([entry.name])
     with ended_by_signal(lambda: f"plan again with: {command_anywhere(sys.argv)}"), status_line() as say:
@@ -93,7 +94,7 @@ def _plan(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _PlanOp
             entry.build(**task_options),
             workers=len(devices) if devices and workers is None else workers,
             cluster=cluster,
-            required=_required(common),
+            required=required,
             steps=common.steps,
             verify=common.verify,
             device=device,
@@ -127,7 +128,11 @@ def _gpus(text: str | None) -> list[int]:
         return []
     from manyhands.engine.device import num_gpus
 
-    numbers = [integer(one) for one in parse_values(text, ",")]
+    values = parse_values(text, ",")
+    for value in values:
+        if not value.lstrip("-").isdecimal():
+            raise UserError(f"--devices {value!r} is not the number of a GPU; write several as 0,2")
+    numbers = [int(value) for value in values]
     seen = ",".join(map(str, numbers))
     if os.environ.get(_GPUS) != seen:
         there = num_gpus()
@@ -143,7 +148,7 @@ def _gpus(text: str | None) -> list[int]:
 
 def _required(common: _PlanOptions) -> PlanRequirements:
     """The budget is a price, or a duration with its unit."""
-    from manyhands.foresight.plan.described_cluster import parse_duration
+    from manyhands.foresight.plan.described_cluster import parse_budget
     from manyhands.foresight.plan.planning import PlanRequirements
 
     given = common.strategies
@@ -155,9 +160,12 @@ def _required(common: _PlanOptions) -> PlanRequirements:
     if common.budget is None:
         return found
     try:
-        return replace(found, price=float(common.budget))
+        price = float(common.budget)
     except ValueError:
-        return replace(found, seconds=parse_duration(common.budget))
+        price = math.nan
+    if price > 0:
+        return replace(found, price=price)
+    return replace(found, seconds=parse_budget(common.budget))
 
 
 def _cluster(common: _PlanOptions) -> Any:

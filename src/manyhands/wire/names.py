@@ -237,6 +237,11 @@ def has_feedback(text: str) -> bool:
     return not votes(text) and any(CODECS[word].biased for word in words_of(text))
 
 
+def remembers(text: str) -> bool:
+    """Whether it keeps what it leaves out by itself, with a momentum."""
+    return any(CODECS[word].remembers for word in words_of(text))
+
+
 def has_known_size(text: str) -> bool:
     """Whether what it sends follows from the number of items, neither from their values nor from the step."""
     unknown = ("sampled", "warmup")
@@ -316,5 +321,5 @@ def check_codec(
 def check_feedback(text: str, feedback: bool) -> None:
     if not feedback and not has_feedback(text):
         raise UserError(f"feedback=no: codec={text} has no feedback to disable")
-    if not feedback and any(CODECS[word].remembers for word in words_of(text)):
+    if not feedback and remembers(text):
         raise UserError(f"feedback=no: {text} cannot work without feedback; write topk")

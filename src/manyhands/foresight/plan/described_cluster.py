@@ -32,12 +32,20 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.errors import UserError, nearest
-from manyhands.facts import ComputeTime, LayerTimes, LinkRate, Machines, TaskProfile
+from manyhands.facts import CodecRate, ComputeTime, LayerTimes, LinkRate, Machines, TaskProfile
 from manyhands.strategy import parse_size
 
-__all__ = ["DescribedCluster", "DescribedDevice", "parse_duration", "parse_flops", "parse_rate"]
+__all__ = [
+    "DescribedCluster",
+    "DescribedDevice",
+    "parse_budget",
+    "parse_duration",
+    "parse_flops",
+    "parse_rate",
+]
 
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_LONG = {"min": 60.0, "h": 3600.0, "d": 86400.0, **_SECONDS}
 _BYTES = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _THOUSANDS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
 _BITS = {"kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8, "tbit": 1e12 / 8}
@@ -51,6 +59,16 @@ def parse_duration(text: str) -> float:
     return float(match[1]) * _SECONDS[match[2]]
 
 
+def parse_budget(text: str) -> float:
+    """`2h` in seconds; UserError where the unit is missing or the number is not above 0."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zµ]+)", text.strip().lower())
+    if match is None or match[2] not in _LONG or float(match[1]) <= 0:
+        raise UserError(
+            f"--budget {text!r} is neither a price nor a time above 0 with a unit; write it as 2h, 90s or 12.5"
+        )
+    return float(match[1]) * _LONG[match[2]]
+
+
 def parse_rate(text: str) -> float:
     """`25Gbit/s` or `100GB/s` in bytes per second; UserError where the unit is missing or the rate is not positive."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e-?\d+)?)\s*([a-z]+)(?:/s)?", text.strip().lower())
@@ -60,6 +78,13 @@ def parse_rate(text: str) -> float:
             f"{text!r} is not a rate above 0 with a unit; write it as 25Gbit/s, 100MB/s or 200GB/s"
         )
     return float(match[1]) * factor
+
+
+def _memory(text: str) -> int:
+    """`80GiB` in bytes; UserError where the unit is missing, as in most files that mean something else than bytes."""
+    if text.strip().isdecimal():
+        raise UserError(f"{text!r} has no unit; write it as 80GiB")
+    return parse_size(text)
 
 
 def parse_flops(text: str) -> float:
@@ -113,6 +138,10 @@ class DescribedCluster:
             )
         return replace(machines, hosts=hosts, per_host=workers // hosts)
 
+    def scaled_codecs(self, rates: Mapping[str, CodecRate]) -> Machines:
+        """The machines, whose workers code as much faster than the one that was measured as they compute."""
+        return replace(self.machines, codecs={codec: rate.times(self.speed) for codec, rate in rates.items()})
+
     def scaled(self, profile: TaskProfile) -> TaskProfile:
         """The profile of a worker of these machines."""
 
@@ -162,7 +191,7 @@ class _Reader:
         hosts, per_host = (self._count(table, name) for name in ("hosts", "workers_per_host"))
         rates = self._links(table, hosts, per_host)
         device = self._device(table)
-        own_memory = self._said(table, ("memory",), parse_size) if "memory" in table else 0
+        own_memory = self._said(table, ("memory",), _memory) if "memory" in table else 0
         return DescribedCluster(
             machines=Machines(
                 hosts=hosts,
@@ -239,7 +268,7 @@ class _Reader:
             flops_per_s=self._said(one, (*keys, "peak"), parse_flops),
             bytes_per_s=self._said(one, (*keys, "bandwidth"), parse_rate),
             efficiency=efficiency,
-            memory=self._said(one, (*keys, "memory"), parse_size) if "memory" in one else 0,
+            memory=self._said(one, (*keys, "memory"), _memory) if "memory" in one else 0,
             launch_s=self._said(one, (*keys, "launch"), parse_duration) if "launch" in one else 0.0,
         )
 

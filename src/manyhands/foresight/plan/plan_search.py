@@ -18,7 +18,16 @@ from manyhands.strategies.auto.promised import Must
 from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy, enough
 
-__all__ = ["PlanLimits", "PlanRow", "Question", "RankedPlans", "make_plan", "predicted_rows", "worth_trying"]
+__all__ = [
+    "PlanLimits",
+    "PlanRow",
+    "Question",
+    "RankedPlans",
+    "candidates",
+    "make_plan",
+    "predicted_rows",
+    "worth_trying",
+]
 
 _DOES_NOT_FIT = "does not fit"
 
@@ -64,6 +73,8 @@ class PlanRow:
 
     strategy: Strategy
     workers: int
+    settled: Strategy | None = None
+    """With the settings that a run would measure, as this prediction has them; None: it measures none."""
     predicted: PredictedStep | None = None
     uncorrected_s: float = 0.0  # what was predicted before earlier errors were taken into account
     error: float = 0.0
@@ -79,6 +90,11 @@ class PlanRow:
     @property
     def seconds(self) -> float | None:
         return None if self.predicted is None else self.predicted.seconds
+
+    @property
+    def to_run(self) -> Strategy:
+        """What has the memory that is told: a run that measures anew may cut a model elsewhere."""
+        return self.settled or self.strategy
 
     @property
     def name(self) -> str:
@@ -110,8 +126,8 @@ def make_plan(question: Question) -> RankedPlans:
 
     UserError where nothing is left: it names the plan that comes nearest, and what it lacks.
     """
-    candidates = [_asked(question, strategy, workers) for strategy, workers in _candidates(question)]
-    rows = [_row(question, one, question.cluster) for one in candidates]
+    asked = [_asked(question, strategy, workers) for strategy, workers in candidates(question)]
+    rows = [_row(question, one, question.cluster) for one in asked]
     left = sorted((row for row in rows if row.is_open), key=_seconds)
     ruled_out = [row for row in rows if not row.is_open]
     if not left:
@@ -119,7 +135,7 @@ def make_plan(question: Question) -> RankedPlans:
     best = left[0]
     slower = [replace(row, reason=_slower(best, row, len(question.workers) > 1)) for row in left[1:]]
     said = [
-        *_sensitivities(question, [one for one in candidates if not one.reason], best),
+        *_sensitivities(question, [one for one in asked if not one.reason], best),
         *_with_other_hosts(question, best),
         *_with_other_memory(question, rows, best),
     ]
@@ -140,8 +156,8 @@ def worth_trying(rows: Sequence[PlanRow], most: int) -> list[PlanRow]:
 
 def predicted_rows(question: Question) -> list[PlanRow]:
     """What is predicted of every plan, in no order; those that may not be chosen have their reason."""
-    candidates = [_asked(question, strategy, workers) for strategy, workers in _candidates(question)]
-    return [_row(question, one, question.cluster) for one in candidates]
+    asked = [_asked(question, strategy, workers) for strategy, workers in candidates(question)]
+    return [_row(question, one, question.cluster) for one in asked]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,7 +174,8 @@ class _Candidate:
     reason: str = ""  # why it is out, whatever the machines
 
 
-def _candidates(question: Question) -> Iterable[tuple[Strategy, int]]:
+def candidates(question: Question) -> Iterable[tuple[Strategy, int]]:
+    """Every strategy that is considered, with its workers."""
     seen: set[tuple[str, int]] = set()
     survives = any(must.name == "survives" for must in question.must)
     lossy = all(must.name != "equal" for must in question.must)
@@ -227,6 +244,7 @@ def _row(question: Question, one: _Candidate, cluster: DescribedCluster) -> Plan
         return replace(row, is_open=False, reason=row.reason or str(error))
     if step is None:
         return replace(row, is_open=False, reason=row.reason or _not_modelled(one.strategy, machines))
+    row = replace(row, settled=step.with_settings)
     costs = machines.costs.get(cost_class(one.strategy))
     if costs is not None:
         beside_s = costs.seconds(one.messages, one.sent or 0.0)

@@ -11,6 +11,7 @@ from manyhands.data.batches import BatchPlan
 from manyhands.errors import UserError, first_line
 from manyhands.facts import Machines, StepCosts, TaskProfile
 from manyhands.foresight.estimate import Estimate, estimate, refusal
+from manyhands.foresight.plan.codec_rates import codec_rates
 from manyhands.foresight.plan.described_cluster import DescribedCluster
 from manyhands.foresight.plan.device_profile import device_profile
 from manyhands.foresight.plan.machine_record import MachineRecord
@@ -19,6 +20,7 @@ from manyhands.foresight.plan.plan_search import (
     PlanRow,
     Question,
     RankedPlans,
+    candidates,
     make_plan,
     worth_trying,
 )
@@ -29,6 +31,7 @@ from manyhands.strategies.auto.promised import Must
 from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy, check_count
 from manyhands.task import Task
+from manyhands.wire.names import RAW
 
 __all__ = ["PlanRequirements", "TaskPlan", "TriedPlan", "plan"]
 
@@ -73,7 +76,7 @@ class TaskPlan:
 
     @property
     def strategy(self) -> Strategy:
-        return self.chosen.strategy
+        return self.chosen.to_run
 
     @property
     def workers(self) -> int:
@@ -119,7 +122,8 @@ def plan(
         Strategy.parse(text)
     if required.price is not None and not (asked.described and asked.described.price):
         raise UserError(
-            "budget is a price, but the cluster has none; add price = 2.5 (of a host, per hour) to its file"
+            "budget is a price, but the cluster has none; add price = 2.5 (of a host, per hour) to its file, or give "
+            "a time with its unit, such as 2h"
         )
     return asked.planned(verify)
 
@@ -185,6 +189,7 @@ class _Asked:
             limits=self.required,
             record=TrackRecord(pairs=pairs, noise=profiles.noise),
         )
+        question = self._with_codecs(question)
         self.say("predicting each plan")
         ranked = make_plan(question)
         tried, failed = self._tried(worth_trying(ranked.finalists, verify), record)
@@ -227,6 +232,21 @@ class _Asked:
 
         return here
 
+    def _with_codecs(self, question: Question) -> Question:
+        """With how fast workers encode and decode; of a described device that is not known."""
+        codecs = [getattr(strategy, "codec", RAW) for strategy, _ in candidates(question)]
+        cluster, machines_of = question.cluster, question.machines_of
+        if cluster.device is not None or machines_of is None or not any(one != RAW for one in codecs):
+            return question
+        rates = codec_rates(codecs)
+        return replace(
+            question,
+            cluster=replace(cluster, machines=cluster.scaled_codecs(rates)),
+            machines_of=lambda workers: replace(
+                machines_of(workers), codecs=cluster.scaled_codecs(rates).codecs
+            ),
+        )
+
     def _tried(
         self, rows: Sequence[PlanRow], record: MachineRecord
     ) -> tuple[tuple[TriedPlan, ...], dict[PlanRow, str]]:
@@ -237,9 +257,7 @@ class _Asked:
             for row in [one for one in rows if one not in failed]:
                 self.say(f"trying {row.strategy}")
                 try:
-                    took_s = try_steps(
-                        self.task, row.strategy, row.workers, _TRIAL_S, row.seconds, self.device
-                    )
+                    took_s = try_steps(self.task, row.to_run, row.workers, _TRIAL_S, row.seconds, self.device)
                 except Exception as error:  # whatever a task raises: the other plans are still worth seeing
                     failed[row] = f"{row.name} failed when it was tried: {first_line(error)}."
                 else:

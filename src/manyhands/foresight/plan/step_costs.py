@@ -72,24 +72,32 @@ def fitted_costs(
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """A made-up model: so many layers of a width, and the samples of a batch for each worker."""
+    """A made-up model: so many layers of a width, outputs, and the samples of a batch for each worker."""
 
     layers: int
     width: int
     samples: int
+    outputs: int = 1
 
 
-_SHAPES = (_Shape(3, 32, 8), _Shape(20, 64, 32), _Shape(3, 768, 32), _Shape(4, 64, 2048))
-"""Few bytes in few messages, few bytes in many, and many bytes in few: of gradients, and of activations."""
+_SHAPES = (
+    _Shape(3, 32, 8),  # few bytes in few messages
+    _Shape(20, 64, 32),  # few in many
+    _Shape(6, 384, 64),
+    _Shape(3, 768, 32),  # many in few
+    _Shape(1, 256, 32, outputs=8192),  # many, and nearly all of one tensor, as of a table
+    _Shape(4, 64, 2048),  # many bytes of activations
+)
+"""What tells a cost of bytes from one of messages. Each is seen once: models differ by more than repetitions do."""
 
 
-def stack(layers: int, width: int, batch_size: int) -> Task:
-    """A task of so many linear layers on random numbers."""
+def stack(layers: int, width: int, batch_size: int, outputs: int = 1) -> Task:
+    """A task of so many linear layers on random numbers, and one to so many outputs."""
 
     def model() -> nn.Module:
         torch.manual_seed(0)
         hidden = [one for _ in range(layers) for one in (nn.Linear(width, width), nn.ReLU())]
-        return nn.Sequential(*hidden, nn.Linear(width, 1))
+        return nn.Sequential(*hidden, nn.Linear(width, outputs))
 
     numbers = torch.randn(4 * batch_size, width, generator=torch.Generator().manual_seed(0))
     return Task(
@@ -101,7 +109,6 @@ def stack(layers: int, width: int, batch_size: int) -> Task:
     )
 
 
-_ROUNDS = 2
 _SECONDS = 0.25  # of each trial
 _FEWEST, _MOST = 16, 1000  # steps of a trial
 
@@ -119,15 +126,13 @@ def measured_costs(
     samples: list[CostSample] = []
     for number, shape in enumerate(_SHAPES, 1):
         say(f"measuring what a step costs under each strategy: made-up model {number} of {len(_SHAPES)}")
-        task = stack(shape.layers, shape.width, shape.samples * machines.workers)
-        found = estimate(task)
-        for _ in range(_ROUNDS):
-            profiles = TaskProfiles(task, found, device=device, seconds=_SECONDS)
-            for strategy in strategies:
-                try:
-                    samples += _sample(profiles, strategy, machines)
-                except ManyhandsError as error:
-                    say(f"{strategy} failed: {first_line(error)}")
+        task = stack(shape.layers, shape.width, shape.samples * machines.workers, shape.outputs)
+        profiles = TaskProfiles(task, estimate(task), device=device, seconds=_SECONDS)
+        for strategy in strategies:
+            try:
+                samples += _sample(profiles, strategy, machines)
+            except ManyhandsError as error:
+                say(f"{strategy} failed: {first_line(error)}")
     return fitted_costs(samples, usual_costs(machines))
 
 

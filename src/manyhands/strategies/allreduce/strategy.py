@@ -151,6 +151,18 @@ class AllReduce(Strategy):
         rows, bucket = super().needs(model, workers), min(self.buckets, model.gradients)
         if self._uses_links and self.algorithm == "ring" and self.codec == RAW and workers > 1:
             rows = [replace(rows[0], besides=bucket // workers, what="a part of a bucket that comes")]
+        if self.codec != RAW:
+            from manyhands.strategies.common.coded_times import coded_memory
+
+            coded = coded_memory(self.codec, model.gradients, bucket, workers, feedback=self.feedback)
+            rows = [
+                replace(
+                    rows[0],
+                    activations=max(rows[0].activations, coded.working),
+                    besides=coded.kept,
+                    what="what the codec has left out, and room for what it encodes" if coded.kept else "",
+                )
+            ]
         if self.helpers:
             rows.append(WorkerMemory(who="helper", count=self.helpers, weights=0, gradients=bucket))
         return rows

@@ -8,7 +8,7 @@ from typing import Final, Self
 
 from manyhands.errors import UserError, nearest
 from manyhands.facts import Answer, Waits
-from manyhands.strategy import Strategy, integer
+from manyhands.strategy import Strategy
 
 
 def _equal(strategy: Strategy, _workers: int, _count: int) -> str:
@@ -65,7 +65,9 @@ class Must:
         name, equals, count = word.partition("=")
         if equals and name in MUSTS and name != "survives":
             raise UserError(f"must={word!r}: {name} takes no number; write {name}")
-        return cls(name, integer(count) if equals else 1)
+        if equals and not count.isdecimal():
+            raise UserError(f"must={word!r}: {count!r} is no number of losses; write {name}=1")
+        return cls(name, int(count) if equals else 1)
 
     def lacking(self, strategy: Strategy, workers: int) -> str:
         """Why the strategy does not keep it on so many workers; empty where it does."""

@@ -165,6 +165,13 @@ class Local(Strategy):
             momentum = model.weights if self.outer.startswith("nesterov") else 0
             return [replace(worker, besides=2 * model.weights + momentum, what=what)]
         besides, what = model.weights + model.state, "space to average replicas"
+        if self.codec != RAW and not rounds_hops(self.codec):  # changes of parameters travel
+            from manyhands.strategies.common.coded_times import coded_memory
+
+            size = model.parameters
+            coded = coded_memory(self.codec, size, size, workers, feedback=self.feedback)
+            besides += size + sum(coded)
+            what += ", the last average, and what the codec has left out"
         if self.outer != MEAN:
             besides, what = besides + 2 * model.weights, f"{what}, and the outer step's momentum"
         return [replace(worker, besides=besides, what=what)]

@@ -200,8 +200,11 @@ class Ps(Strategy):
         """Servers keep shards and step them, by a sum where many push for one step; a worker has its parameters, or all
         read one copy.
         """
+        from manyhands.strategies.common.coded_times import pushing_memory
+
         servers = self.num_server_processes
         adds = self.consistency.stepwise and workers > 1
+        left_out = pushing_memory(self.codec, model.gradients, feedback=self.feedback)
         in_place = self.reads_in_place
         worker = WorkerMemory(
             who="worker",
@@ -214,6 +217,8 @@ class Ps(Strategy):
                 keeps_gradients=True,
                 share=float(self.averages),
             ),
+            besides=left_out,
+            what="what the codec has left out" if left_out else "",
         )
         server = WorkerMemory(
             who="server",
@@ -231,7 +236,12 @@ class Ps(Strategy):
         Otherwise each worker computes whole batches; together they cannot push more than the servers' links and
         optimizers get through.
         """
-        from manyhands.strategies.common.coded_times import carries_values, has_known_time, left_by
+        from manyhands.strategies.common.coded_times import (
+            carries_values,
+            has_known_time,
+            left_by,
+            pushed_and_pulled_s,
+        )
 
         if self.averages or self.replicas or not has_known_time(self.codec):
             return None
@@ -254,6 +264,7 @@ class Ps(Strategy):
             ends = machines.hosts if as_one else workers
             moved_s = sum(max(rate.seconds(size), ends * rate.seconds(size / shards)) for size in sizes)
             moved_s += sum(map(machines.memory.seconds, sizes)) if ends < workers else 0.0
+            moved_s += pushed_and_pulled_s(self.codec, machines, whole, shards, ends)
             return PredictedStep(
                 compute_s=profile.compute_s(workers),
                 exchange_s=moved_s,
@@ -261,6 +272,7 @@ class Ps(Strategy):
                 optimizer_s=step_s,
             )
         compute_s, moved_s = profile.compute_s(), sum(map(rate.seconds, sizes))
+        moved_s += pushed_and_pulled_s(self.codec, machines, whole, shards, 1)
         alone_s = compute_s + moved_s + step_s
         served_s = max(rate.seconds(size / shards) for size in sizes)
         most_s = workers * max(step_s, served_s)
