@@ -32,14 +32,16 @@ def plan_errors() -> str:
         ]
     ]
     for result in results:
-        rows += [_case_row(case, result["cores"]) for case in result["cases"]]
+        rows += [_case_row(case, _cores(result)) for case in result["cases"]]
     return "\n\n".join([*(_sentence(result) for result in results), markdown(rows)])
 
 
 def _sentence(result: dict[str, Any]) -> str:
     told, held_out = result["all"], result["held_out"]
     apart = ""
-    if held_out is not None:
+    if held_out is not None and held_out == told:
+        apart = " All of these tasks were named before any of them was measured."
+    elif held_out is not None:
         apart = (
             f" On the tasks that were named before any of them was measured (the bound on the costs of a step "
             f"came after a first run of them): {_percent(held_out['error']['median'])} and "
@@ -64,8 +66,8 @@ def _sentence(result: dict[str, Any]) -> str:
         f"of a step's time is {_percent(error['median'])}, nine of ten are within {_percent(error['p90'])}; the ± that "
         f"was said held for {_percent(told['covered'])}. The null model, the time of `single` divided by the workers, "
         f"is wrong by {_percent(null['median'])} in the median.{apart}\n\n"
-        f"Choices of one round, judged by the other rounds, in {_cases(told)}: of {told['choices']}, these are "
-        f"within 5 % of the best plan that was seen: {'; '.join(ways)}.{_noise(told)}{_apart(held_out)}"
+        f"Choices of each round, in {_cases(told)}; those by trials are judged by the other rounds: of "
+        f"{told['choices']}, these are within 5 % of the best plan that was seen: {'; '.join(ways)}.{_noise(told)}{_apart(held_out, told)}"
     )
 
 
@@ -83,9 +85,9 @@ def _cases(told: dict[str, Any]) -> str:
     )
 
 
-def _apart(held_out: dict[str, Any] | None) -> str:
+def _apart(held_out: dict[str, Any] | None, told: dict[str, Any]) -> str:
     """The choices on tasks that were named before they were measured."""
-    if held_out is None:
+    if held_out is None or held_out == told:
         return ""
     regret = held_out["regret"]
     found = [
@@ -106,7 +108,7 @@ def _noise(told: dict[str, Any]) -> str:
     )
 
 
-def _case_row(case: dict[str, Any], cores: int) -> list[str]:
+def _case_row(case: dict[str, Any], cores: str) -> list[str]:
     errors = sorted(abs(row["error"]) for row in case["rows"])
     equal = [one for one in case["choices"] if one["constraint"] == "equal"]
 
