@@ -67,7 +67,8 @@ def _sentence(result: dict[str, Any]) -> str:
         f"was said held for {_percent(told['covered'])}. The null model, the time of `single` divided by the workers, "
         f"is wrong by {_percent(null['median'])} in the median.{apart}\n\n"
         f"Choices of each round, in {_cases(told)}; those by trials are judged by the other rounds: of "
-        f"{told['choices']}, these are within 5 % of the best plan that was seen: {'; '.join(ways)}.{_noise(told)}{_apart(held_out, told)}"
+        f"{told['choices']}, these are within 5 % of the best plan that was seen: {'; '.join(ways)}."
+        f"{_noise(told)}{_apart(held_out, told)}"
     )
 
 
