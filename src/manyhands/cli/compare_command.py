@@ -152,6 +152,7 @@ def _score(
     """What faults, joins and leaves cost each strategy, each in a run of its own."""
     from manyhands.cli.command_process import child_command
     from manyhands.cli.runs import ended_by_signal
+    from manyhands.lab.compare.compare_report import measures_table
     from manyhands.lab.compare.run_comparison import CompareSettings, requests_of
     from manyhands.lab.faults import score_page
     from manyhands.lab.faults.scorecard import FaultsAsked, score
@@ -194,7 +195,7 @@ def _score(
     leave_findings(
         out,
         common.json,
-        [words_table(*one) for one in score_page.tables(found, title)],
+        [measures_table(found.alone), *(words_table(*one) for one in score_page.tables(found, title))],
         sentences,
         {"task": entry.name, "workers": common.workers, **found.to_dict()},
         lambda command, facts: score_page.score_page(found, sentences, title, command, facts),

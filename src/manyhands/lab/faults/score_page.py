@@ -23,8 +23,8 @@ _EASE_HEAD: Final = ("strategy", "lines", "settings to give", "processes", "pack
 
 
 def tables(found: Scorecard, title: str) -> list[tuple[str, Sequence[str], Rows]]:
-    """Name, head and rows of each table that the scorecard has; that of the faults has the `title`."""
-    made = [("without a fault", *_measures(found))]
+    """Name, head and rows of each table besides that of the measures; that of the faults has the `title`."""
+    made = []
     if found.rows:
         made.append((title, *_faults(found)))
     if found.elastic:

@@ -82,6 +82,7 @@ class Scorecard:
 
     def to_dict(self) -> dict[str, Any]:
         return {
+            "interrupted": self.interrupted,
             "metric": self.metric,
             "steps": max((run.steps for row in self.alone.rows for run in row.runs), default=0),
             "alone": self.alone.to_dict(),
