@@ -47,6 +47,7 @@ from render_models import (
 from render_plan import auto_speed, link_errors, plan_errors
 from render_public import public_tables
 from render_rl import rl_inference, rl_kills, rl_lags, rl_learning, rl_returns, rl_simulation
+from render_scorecard import measures, promises
 from render_startup import startup_times
 from render_text import bert_settings, curves, tokenizing_speed, tuning_scores
 from render_wire import local_steps, wire_time
@@ -383,6 +384,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "allreduce ratios": allreduce_ratios,
     "backend speed": backend_speed,
     "choosing": choosing,
+    "promises": promises,
+    "scorecard": measures,
     "codecs": codecs_speed,
     "density": density_speed,
     "scaling": scaling_speed,

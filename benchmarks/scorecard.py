@@ -1,7 +1,8 @@
 """What every strategy promises, measured: bandwidth, faults, convergence, elasticity and ease, as one JSON.
 
+    python benchmarks/scorecard.py --json FILE --numbers      distances to one process alone, in a minute
     python benchmarks/scorecard.py --json FILE [--out FOLDER] [--minutes 6.5] [--cores 4-15] [--lanes 6]
-        [--seconds 7] [--only "ps; single"]
+        [--seconds 7 | --steps 200] [--only "ps; single"]
 
 One `manyhands compare digits --faults --elastic` a strategy, several at once, each lane of them pinned to cores of its
 own. A short run before tells how many steps last for `--seconds`. The file has what is done so far at every moment.
@@ -11,6 +12,8 @@ What the `--minutes` cut off is interrupted, and says so.
 from __future__ import annotations
 
 import argparse
+import copy
+import itertools
 import json
 import os
 import queue
@@ -23,7 +26,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
+import manyhands as mh
+from manyhands.facts import Answer
 from manyhands.lab.compare.compare_report import machine
+from manyhands.lab.proof import largest_difference
+from manyhands.strategy import Strategy
 
 # Those with most faults first, so that no lane ends long after the others
 STRATEGIES = (
@@ -36,6 +46,7 @@ TASK = ("digits", "--learning-rate", "0.001")
 TARGET = "accuracy=0.97"
 TRIED_STEPS = 60
 FEWEST, MOST = 300, 3000  # steps
+NUMBER_STEPS = 30
 END_S = 30.0  # of a comparison that is to end
 
 
@@ -73,7 +84,7 @@ class Lane(threading.Thread):
         folder = self.asked.out / strategy.replace(" ", "-").replace("=", "-").replace(":", "-")
         length = ["--rounds", str(ROUNDS)]
         if not strategy.startswith("federated"):
-            length = ["--steps", str(self.steps(strategy, folder))]
+            length = ["--steps", str(self.asked.steps or self.steps(strategy, folder))]
         figures = folder.with_suffix(".json")
         words = [
             "compare",
@@ -161,6 +172,32 @@ class Found:
             print(f"{strategy}: {figures.get('took_s', 0.0):.0f} s {figures.get('problem', '')}", flush=True)
 
 
+def numbers(path: Path) -> None:
+    """How far the weights of each strategy are from those of one process, in float64: the last column."""
+    draw = torch.Generator().manual_seed(0)
+    inputs = torch.randn(256, 16, generator=draw, dtype=torch.float64)
+    widths = [16, 64, 64, 64, 1]
+    layers = [nn.Linear(one, other, dtype=torch.float64) for one, other in itertools.pairwise(widths)]
+    task = mh.Task(
+        model=lambda: nn.Sequential(
+            *(part for layer in layers for part in (copy.deepcopy(layer), nn.Tanh()))
+        ),
+        loss=lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]),
+        data=(inputs, inputs.mean(1, keepdim=True).sin()),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+        batch_size=64,
+    )
+    alone = mh.fit(task, "single", steps=NUMBER_STEPS)
+    apart = {}
+    for strategy in map(Strategy.parse, STRATEGIES):
+        if strategy.facts.promises.same_numbers.answer is Answer.YES and strategy.word != "single":
+            run = mh.fit(task, strategy, workers=2, steps=NUMBER_STEPS)
+            apart[str(strategy)] = largest_difference(run.model, alone.model)
+            print(f"{strategy}: {apart[str(strategy)]:.1e}", flush=True)
+    found = {"machine": machine(), "workers": 2, "steps": NUMBER_STEPS, "apart": apart}
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path, required=True)
@@ -169,8 +206,13 @@ def main() -> None:
     parser.add_argument("--cores", type=cores_of, default=sorted(os.sched_getaffinity(0)))
     parser.add_argument("--lanes", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=7.0)
+    parser.add_argument("--steps", type=int, default=None)
     parser.add_argument("--only", default="; ".join(STRATEGIES))
+    parser.add_argument("--numbers", action="store_true")
     asked = parser.parse_args()
+    if asked.numbers:
+        numbers(asked.json)
+        return
     asked.out = asked.out or Path(tempfile.mkdtemp(prefix="scorecard-"))
     asked.out.mkdir(parents=True, exist_ok=True)
     left: queue.SimpleQueue[str] = queue.SimpleQueue()

@@ -52,7 +52,17 @@ def test_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ["compare", "digits", "--faults", "--strategies", "single", "--steps", "60", "--batch-size", "32"]
+    words = [
+        "compare",
+        "digits",
+        "--faults",
+        "--strategies",
+        "single",
+        "--steps",
+        "300",
+        "--batch-size",
+        "32",
+    ]
     assert run_command(monkeypatch, *words, "--json", "f.json", "--out", "runs") == 0, capfd.readouterr().err
     printed = capfd.readouterr()
     assert "ended, resumed" in printed.out

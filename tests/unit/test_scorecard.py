@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +21,7 @@ from manyhands.lab.faults.scorecard import _may_resize
 from manyhands.strategies.registry import STRATEGIES
 
 S = 10**9
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def seen(first_s: float, each_s: float, count: int, samples: int) -> StepsTaken:
@@ -73,3 +77,26 @@ def test_ease_is_counted() -> None:
     assert ease.settings == 0
     assert ease_of(Strategy.parse("federated"), 2).lines is None
     assert ease_of(Strategy.parse("single"), 1).shares == "nothing"
+
+
+def test_every_promise_is_backed_by_a_measured_cell() -> None:
+    """Of the strategies that were measured; the tables reject a promise that a run did not keep, or that has no run."""
+    strategies = json.loads((RESULTS / "scorecard.json").read_text())["strategies"]
+    apart = json.loads((RESULTS / "scorecard-numbers.json").read_text())["apart"]
+    for word in ("ps", "ps servers=2 replicas=1", "allreduce elastic=yes"):
+        promises = Strategy.parse(word).facts.promises
+        faults = {row["fault"]: row for row in strategies[word]["rows"]}
+        for promise, fault in (("worker_dies", "worker killed"), ("server_dies", "server killed")):
+            if getattr(promises, promise).answer in (Answer.YES, Answer.PARTLY):
+                assert faults[fault]["went_on"], (word, promise)
+        (resized,) = strategies[word]["elastic"]
+        assert resized["computes_s"] > 0
+        assert strategies[word]["alone"]["strategies"][0]["promises"] == {
+            one.name: getattr(promises, one.name).answer.value for one in dataclasses.fields(promises)
+        }, f"{word} promises something else than when it was measured; measure it again"
+    for word in STRATEGIES:
+        if Strategy.parse(word).facts.promises.same_numbers.answer is Answer.YES and word not in (
+            "single",
+            "auto",
+        ):
+            assert apart[word] < 1e-9, word
