@@ -203,8 +203,8 @@ class Task:
     """Where the run's history is to tell the mean loss of each pass over the data."""
     records_each: float = 1.0
     """How many records of the user's one sample of `data` stands for, on average, where speed is reported."""
-    text_work: TextWork | None = None
-    """What a sample of text is, where the run is to tell tokens a second, and MFU."""
+    text_work: Callable[[], TextWork | None] | None = None
+    """What a sample of text is, where the run is to tell tokens a second, and MFU; asked when it ends."""
     compiled: ClassVar[bool] = False
     """Whether its step is compiled: see `KernelTask`."""
     epochs: ClassVar[int] = 1

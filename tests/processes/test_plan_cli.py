@@ -190,7 +190,7 @@ def test_other_machines_are_planned_from_a_file(device: str, tmp_path: Path) -> 
         (("--budget", "20parsec"), "--budget '20parsec' is neither a price nor a time above 0 with a unit"),
         (("--budget", "-2"), "--budget '-2' is neither a price nor a time above 0 with a unit"),
         (("--devices", "x"), "--devices 'x' is not the number of a GPU; write several as 0,2"),
-        (("--must", "survives=x"), "must='survives=x': 'x' is no number of losses; write survives=1"),
+        (("--must", "survives=x"), "must='survives=x': 'x' is not a number of losses; write survives=1"),
         (("--out", "/"), "--out / is not empty (it contains "),
         (("--strategies", ";"), "strategies is empty; name at least one"),
         (("--memory", "10b"), "no plan keeps must=equal and fits; the nearest is "),

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from manyhands.errors import UserError
-from manyhands.observe.analyse.gpu_idle import EXCHANGE, INPUT, GpuTime, gpu_time, gpu_words
-from manyhands.observe.record.torch_traces import read_traces
+from manyhands.observe.analyse.gpu_idle import GpuTime, gpu_time, gpu_words
+from manyhands.observe.record.torch_traces import EXCHANGE, INPUT, read_traces
 
 CAUSES = {"exchange", "copies", "input", "launches", "queue"}
 

@@ -130,7 +130,7 @@ def test_what_a_plan_must_promise() -> None:
     [
         ("fast", "must='fast' is not a promise; allowed: equal, sync, survives"),
         ("survives=0", "the number of losses must be at least 1"),
-        ("survives=x", "'x' is not an integer"),
+        ("survives=x", "'x' is not a number of losses; write survives=1"),
         ("sync=2", "sync takes no number"),
     ],
 )

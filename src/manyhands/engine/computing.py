@@ -32,7 +32,7 @@ from manyhands.engine.metric_states import MetricUpdates
 from manyhands.engine.options import EarlyStopping, Slowdown
 from manyhands.engine.profiler import ProfiledSteps, named_span
 from manyhands.errors import UserError
-from manyhands.observe.analyse.gpu_idle import INPUT
+from manyhands.observe.record.torch_traces import INPUT
 from manyhands.places.local.forking import CHILDREN_VARIABLE
 from manyhands.places.local.loaders import Loaders
 from manyhands.task import Metric, Task

@@ -335,14 +335,14 @@ class _Session:
     def _text_speed(self, observed: Mapping[str, Any]) -> dict[str, Any]:
         """Of a run of text in which a step is a batch of all workers."""
         request, plan = self._request, self._request.plan
-        if not request.strategy.facts.stepwise:
+        if not request.strategy.facts.stepwise or plan.task.text_work is None:
             return {}
         return text_speed(
-            plan.task.text_work,
+            plan.task.text_work(),
             batch=plan.task.batch_size,
             ends=[row["at_s"] for row in self.history if "loss" in row and "at_s" in row],
             used=observed,
-            half=plan.autocast,
+            half=plan.autocast and not plan.fp8,
         )
 
     def _summarise(self, result: Result, wall_s: float) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from manyhands.engine.reduction import require_reduction
 from manyhands.engine.reporting import Reporter, StepBook, WorkerContext, WorkerNote, is_due
 from manyhands.errors import NonFinite
 from manyhands.native.heap import keep_freed_memory
-from manyhands.observe.analyse.gpu_idle import EXCHANGE
+from manyhands.observe.record.torch_traces import EXCHANGE
 from manyhands.places.local.status import State
 
 _T = TypeVar("_T")

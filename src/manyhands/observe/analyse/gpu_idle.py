@@ -17,10 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from manyhands.observe.record.checked_values import number, text
-
-INPUT: Final = "manyhands: input"
-EXCHANGE: Final = "manyhands: exchange"
-"""What a worker calls these spans of its host in a trace."""
+from manyhands.observe.record.torch_traces import EXCHANGE, INPUT
 
 _COMPUTES, _COPIES = ("kernel",), ("gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")

@@ -10,6 +10,10 @@ from typing import Any, Final
 
 from manyhands.errors import UserError, format_bytes
 
+INPUT: Final = "manyhands: input"
+EXCHANGE: Final = "manyhands: exchange"
+"""What a worker calls these spans of its host in a trace."""
+
 _NAME = re.compile(r"worker-([0-9]{1,6})\.json")
 _MOST_BYTES: Final = 1 << 30  # of one file; three steps of a large model are tens of megabytes
 

@@ -66,7 +66,7 @@ class Must:
         if equals and name in MUSTS and name != "survives":
             raise UserError(f"must={word!r}: {name} takes no number; write {name}")
         if equals and not count.isdecimal():
-            raise UserError(f"must={word!r}: {count!r} is no number of losses; write {name}=1")
+            raise UserError(f"must={word!r}: {count!r} is not a number of losses; write {name}=1")
         return cls(name, int(count) if equals else 1)
 
     def lacking(self, strategy: Strategy, workers: int) -> str:

@@ -134,7 +134,7 @@ def bert(options: BertOptions | None = None) -> Task:
         if isinstance(rows, MaskedDocuments):
             weights = rows.num_targets[: len(parts.training)]
             return replace(task, loss=masked_losses, weights=weights)
-        return replace(task, text_work=options.text_work(partial(masked_model, options)))
+        return replace(task, text_work=partial(options.text_work, partial(masked_model, options)))
     if sizes.context < 3 or sizes.vocabulary < FIRST_BYTE + VOCABULARY:
         raise UserError(
             f"context is {sizes.context} and vocabulary {sizes.vocabulary}; rows of bytes need a context of at least "
@@ -144,7 +144,7 @@ def bert(options: BertOptions | None = None) -> Task:
         MaskedBytes(text, sizes.context, seed) for text in held_out_text(options, sizes.context)
     )
     task = _task(options, training, evaluation)
-    return replace(task, text_work=options.text_work(partial(masked_model, options)))
+    return replace(task, text_work=partial(options.text_work, partial(masked_model, options)))
 
 
 def _task(

@@ -98,7 +98,7 @@ def gpt(options: GPTOptions | None = None) -> Task:
             evaluation=parts.evaluation,
             metrics={"perplexity": (Perplexity(), token_losses)},
             files=parts.files,
-            text_work=options.text_work(partial(_model, options)),
+            text_work=partial(options.text_work, partial(_model, options)),
         )
         if not within:
             return task
@@ -107,7 +107,9 @@ def gpt(options: GPTOptions | None = None) -> Task:
         metrics = {"perplexity": (Perplexity(), document_token_losses)}
         return replace(task, loss=document_losses, weights=weights, metrics=metrics)
     task = text_task("gpt", partial(_started, options), options, options.sizes.context)
-    return replace(task, scheduler=options.schedule, text_work=options.text_work(partial(_model, options)))
+    return replace(
+        task, scheduler=options.schedule, text_work=partial(options.text_work, partial(_model, options))
+    )
 
 
 def document_losses(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
