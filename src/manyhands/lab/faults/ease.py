@@ -92,7 +92,7 @@ def _lines(loop: Callable[..., None]) -> list[str]:
 
 
 def _packages() -> int | None:
-    """Packages that installing this one brings, without those of its extras."""
+    """Packages that this one names as needed, without those of its extras and what they need in turn."""
     try:
         required = importlib.metadata.requires("manyhands") or ()
     except importlib.metadata.PackageNotFoundError:

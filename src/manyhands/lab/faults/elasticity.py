@@ -121,8 +121,11 @@ def resize(request: Request, out: Path, expected_s: float) -> ElasticCost:
             left_ns = time.monotonic_ns()
             running.remove_worker(LEAVER)
             running.result(max(1.0, deadline - time.monotonic()))
-        except TimeoutError:
-            raise ManyhandsError(f"the run in {out} did not end in time") from None
+        except TimeoutError as late:
+            waited_for = str(late) or "its end"
+            raise ManyhandsError(
+                f"the run in {out} was given up at step {running.steps_done}, waiting for {waited_for}"
+            ) from None
     return elastic_cost(_seen(read_run_events(out / "events")), newcomer, joined_ns, left_ns)
 
 
@@ -132,7 +135,7 @@ def _await(running: Running, reached: Callable[[], bool], deadline: float, what:
             running.result()  # raises what ended it
             raise ManyhandsError(f"the run ended before {what}")
         if time.monotonic() > deadline:
-            raise TimeoutError
+            raise TimeoutError(f"the moment in which {what}")
         time.sleep(_LOOK_S)
 
 
